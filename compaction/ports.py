@@ -1,0 +1,194 @@
+"""The seams: what the core needs from a log, a counter, an engine, a policy and a summariser.
+
+Third parties implement these protocols; `tests/contracts` holds one suite for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from compaction.budget import Target, Window
+from compaction.events import Event, NewEvent, Text
+from compaction.plan import Plan
+from compaction.view import View
+
+__all__ = ["Clock", "Counter", "Engine", "Generated", "Generation", "Ids", "Log", "Policy", "Rng", "Summarizer", "Summary", "Usage"]
+
+Clock = Callable[[], str]
+"""Now, as UTC ISO 8601 text with microseconds."""
+Ids = Callable[[str, int], str]
+"""(conversation, seq) -> the id of the message that event appends; unique in a log file."""
+Rng = Callable[[int], bytes]
+"""n -> n random bytes, for salts."""
+
+
+@runtime_checkable
+class Log(Protocol):
+    """An append-only log of events and texts, one hash chain for the whole of it."""
+
+    def commit(
+        self, conversation: str, after: int, events: Sequence[NewEvent], texts: Sequence[Text] = ()
+    ) -> tuple[Event, ...]:
+        """Write texts and events in ONE transaction, durable on return; seqs follow `after` without a gap.
+
+        Raises LogConflict where the conversation's newest event is not `after`, and other LogErrors where nothing
+        could be written. Either everything is written or nothing.
+        """
+
+    def events(self, conversation: str, after: int = 0) -> Iterator[Event]:
+        """The conversation's events with seq > after, in order. Payloads have been checked."""
+
+    def seq(self, conversation: str) -> int:
+        """The newest event's seq; 0 where the log does not know the conversation."""
+
+    def text(self, digest: bytes) -> str:
+        """The text under a salted digest.
+
+        Raises LogMissing where it was never written or has been erased.
+        """
+
+    def close(self) -> None:
+        """Release the file. A closed log raises LogError when used."""
+
+
+class Counter(Protocol):
+    """Counts tokens of the rendered request: template + tools + generation prompt.
+
+    The *leading* messages are the run of system/developer messages a list starts with. Where `additive`,
+    `request(messages, tools) == head(leading, tools) + sum(message(m) for m in the others)`, always.
+    """
+
+    name: str
+    exact: bool
+    additive: bool
+
+    def head(self, leading: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
+        """Tokens of everything but the other messages: leading ones, tools, template overhead, generation prompt."""
+
+    def message(self, message: Mapping[str, Any]) -> int:
+        """Tokens one further message adds. Costs time in proportion to that message alone."""
+
+    def request(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
+        """Tokens of the whole request, rendered and encoded anew."""
+
+    def text(self, text: str) -> int:
+        """Tokens of bare text: an estimate of what it adds to a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one generation cost.
+
+    `prefilled` + `reused` = `prompt_tokens`. `peak_tokens` is the largest cache length of any forward pass. Bytes are
+    measured from the tensors' storages (None where the engine is remote). `why` says why tokens were prefilled that
+    stood in the cache before: "" (only new ones), "first", "compaction", "edited", "template", "retokenized".
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    prefilled: int
+    reused: int
+    peak_tokens: int
+    kv_bytes: int | None
+    peak_kv_bytes: int | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain JSON values, in a fixed order."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A finished (or cut) reply. `finish_reason`: "stop", "length" or "cancelled"."""
+
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+
+
+class Generation(Protocol):
+    """A running reply: iterate for pieces of text, then read `result`. `close()` cancels and crops the cache."""
+
+    result: Generated | None
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of text as they are generated."""
+
+    def close(self) -> None:
+        """Stop; `result` then says "cancelled" with the text so far. The cache holds the prompt only."""
+
+
+class Engine(Protocol):
+    """What renders, counts, generates and holds one live KV cache per conversation. Safe to use from many threads."""
+
+    name: str
+    counter: Counter
+    window: Window
+    kv_bytes_per_token: int
+    user_first: bool
+
+    def generate(
+        self,
+        conversation: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        max_new_tokens: int,
+    ) -> Generation:
+        """Bring the conversation's cache to these messages (longest common prefix + prefill) and start a reply."""
+
+    def forget_reply(self, conversation: str) -> None:
+        """Take the newest reply's ids out of the cache again; the prompt's stay."""
+
+    def complete(
+        self, messages: Sequence[Mapping[str, Any]], *, max_new_tokens: int
+    ) -> Generated:
+        """One reply outside any conversation, its cache freed on return."""
+
+    def kv_bytes(self, conversation: str) -> int:
+        """Bytes of KV cache the conversation holds now, measured from distinct tensor storages."""
+
+    def release(self, conversation: str) -> None:
+        """Free the conversation's cache; the next turn prefills again."""
+
+
+class Policy(Protocol):
+    """A pure function from a read-only view and a target to a plan.
+
+    Equal views and targets give equal plans, whatever the hash seed, thread count or Python.
+    """
+
+    name: str
+    version: int
+    needs: frozenset[str]
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """What makes this policy again, through its factory; plain JSON."""
+
+    def plan(self, view: View, target: Target) -> Plan:
+        """What to discard so that the view reaches the target. Failures of earlier plans are in `view.failures`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A summariser's answer. `finish_reason` "stop" is the only usable one."""
+
+    text: str
+    finish_reason: str = "stop"
+    usage: Usage | None = None
+
+
+class Summarizer(Protocol):
+    """Turns source text into a summary. Its name goes into the decision."""
+
+    name: str
+
+    def __call__(self, source: str, *, instruction: str, max_tokens: int, limit: int) -> Summary:
+        """Summarise `source` in at most `max_tokens`; no forward pass of its own may exceed `limit` tokens."""
