@@ -213,12 +213,13 @@ class View:
 
         What must stay is not counted as going. Exact where counts add up, else an estimate.
         """
-        gone = [0, *accumulate(0 if unit.kept else unit.tokens for unit in self.units)]
-        ends = [self.leading, *(unit.end for unit in self.units)]
-        need = self.tokens - tokens
-        cuts = [cut for cut in self.legal_cuts if cut in set(ends)] if self.user_first else ends
-        freed = gone if cuts is ends else [gone[ends.index(cut)] for cut in cuts]
-        at = bisect_left(freed, need)
+        freed = [0, *accumulate(0 if unit.kept else unit.tokens for unit in self.units)]
+        cuts = [self.leading, *(unit.end for unit in self.units)]
+        if self.user_first:
+            legal = set(self.legal_cuts)
+            pairs = [(gone, cut) for gone, cut in zip(freed, cuts, strict=True) if cut in legal]
+            freed, cuts = [gone for gone, _ in pairs], [cut for _, cut in pairs]
+        at = bisect_left(freed, self.tokens - tokens)
         return cuts[min(at, len(cuts) - 1)]
 
     def droppable(self, start: int, end: int) -> tuple[str, ...]:
@@ -256,6 +257,11 @@ class View:
         else:
             tokens = self._asked.request([entry.render(self.messages) for entry in applied.entries])
         return replace(applied, tokens=tokens)
+
+    def advance(self, plan: Plan) -> View:
+        """The view as it would be after a plan; summaries not written yet are entries with the text ""."""
+        applied = self.after(plan)
+        return replace(self, entries=applied.entries, tokens=applied.tokens)
 
     def with_failures(self, failures: Sequence[Failure]) -> View:
         """The same view after these failures."""
