@@ -263,6 +263,25 @@ class View:
         applied = self.after(plan)
         return replace(self, entries=applied.entries, tokens=applied.tokens)
 
+    def by_id(self, entry_id: str) -> Entry:
+        """The entry of that id. Raises InvalidPlan where there is none."""
+        return self.entries[self.position(entry_id)]
+
+    def position(self, entry_id: str) -> int:
+        """Index of an entry. Raises InvalidPlan where there is none."""
+        try:
+            return self._positions[entry_id]
+        except KeyError:
+            raise InvalidPlan(f"entry {entry_id!r} is not in the view") from None
+
+    def recount(self, entry: Entry) -> Entry:
+        """An edited entry with its own tokens, counted exactly."""
+        return replace(entry, tokens=self._count(entry))
+
+    def ask_request(self, entries: Sequence[Entry]) -> int:
+        """Tokens of a request of just these entries, rendered as a whole."""
+        return self._asked.request([entry.render(self.messages) for entry in entries])
+
     def with_failures(self, failures: Sequence[Failure]) -> View:
         """The same view after these failures."""
         return replace(self, failures=tuple(failures))
@@ -272,6 +291,10 @@ class View:
         if self.answers is None:
             raise InvalidPlan("this view cannot count: it was made without answers")
         return self.answers
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {entry.id: index for index, entry in enumerate(self.entries)}
 
     @cached_property
     def _counted(self) -> dict[tuple[str, tuple[Edit, ...], str | None], int]:
@@ -352,8 +375,8 @@ class _Step:
         self.touched: set[str] = set()
 
     def _take(self, entry_id: str) -> Entry:
-        if entry_id in self.touched or entry_id not in self.live:
-            state = "is touched twice" if entry_id in self.touched else "is not in the view"
+        if entry_id not in self.live:
+            state = "is dropped twice" if entry_id in self.touched else "is not in the view"
             raise InvalidPlan(f"entry {entry_id!r} {state}")
         return self.live[entry_id]
 
@@ -362,6 +385,8 @@ class _Step:
         spans: list[Span] = []
         for entry_id in ids:
             entry = self._take(entry_id)
+            if entry_id in self.touched:
+                raise InvalidPlan(f"entry {entry_id!r} is edited and dropped by one plan")
             self.touched.add(entry_id)
             del self.live[entry_id]
             if entry.derived:

@@ -1,0 +1,101 @@
+"""The core's own last rung: drop what may go, then clear what must fit.
+
+Invariant: whenever the floor at its minimum fits, this plan fits; it needs no effects. Clamping serves only what must
+fit, never the wish to reach the low mark, and leaves room for one more reply where it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from compaction.budget import Target
+from compaction.grammar import editable
+from compaction.messages import Message, leaves
+from compaction.plan import Clamp, Drop, Edit, Plan, marker
+from compaction.view import Entry, View
+
+__all__ = ["CoreClamp", "clearable"]
+
+HEAD_SHARE = 0.6
+"""Of what a clamped text keeps, this much is its head, the rest its tail."""
+
+
+@dataclass(frozen=True)
+class CoreClamp:
+    """Drops oldest first; then clamps the newest batch's results (and the last user message if allowed), largest first.
+
+    Keeps: the floor. Loses: everything else where needed. Costs: no model call.
+    """
+
+    name: ClassVar[str] = "core_clamp"
+    version: ClassVar[int] = 1
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """It has none."""
+        return {}
+
+    def plan(self, view: View, target: Target) -> Plan:
+        """A plan that fits `target.must` whenever anything does."""
+        everything = view.droppable(view.leading, len(view.entries))
+        for ids in (view.droppable(view.leading, view.cut_to(target.want)), everything):
+            plan = Plan((Drop(ids, "oldest first"),)) if ids else Plan()
+            if view.after(plan).tokens <= target.must:
+                return plan
+        drops = plan.actions
+        for gentle in (True, False):
+            plan = Plan((*drops, *_clamps(view, view.after(Plan(drops)).tokens, target.must, gentle=gentle)))
+            if view.after(plan).tokens <= target.must:
+                break
+        return plan
+
+
+def _texts(message: Message) -> list[tuple[str, str]]:
+    content = {"content": message.data.get("content")}
+    found = leaves(content)
+    return [(path, text) for path, text in found if len(text) > len(marker(len(text))) and editable(message, path)]
+
+
+def _may_clear(view: View, entry: Entry) -> bool:
+    if entry.derived or any(pin.message_id == entry.id for pin in view.pins):
+        return False
+    if entry.id == view.last_user:
+        return view.clamp_user
+    return entry.unit == view.newest_batch and entry.role == "tool"
+
+
+def clearable(view: View, entry: Entry) -> Entry | None:
+    """The entry with each text replaced by the standard marker where that is fewer tokens; None where it may not be."""
+    if not _may_clear(view, entry):
+        return None
+    texts = _texts(view.messages[entry.id])
+    edits = tuple(Edit(path, 0, len(text), marker(len(text))) for path, text in texts)
+    if not edits or edits == entry.edits:
+        return None
+    cleared = view.recount(replace(entry, edits=edits))
+    return cleared if cleared.tokens < entry.tokens else None
+
+
+def _clamps(view: View, tokens: int, must: int, *, gentle: bool) -> list[Clamp]:
+    """Clamps of the largest texts first until `must` less one reply is reached; not gentle: clear each wholly."""
+    found = [(view_entry, cleared) for view_entry in view.entries if (cleared := clearable(view, view_entry))]
+    found.sort(key=lambda pair: (-pair[0].tokens, view.position(pair[0].id)))
+    goal = must - view.slack
+    clamps: list[Clamp] = []
+    for entry, cleared in found:
+        if tokens <= (goal if gentle else must):
+            break
+        save = tokens - goal
+        most = entry.tokens - cleared.tokens
+        keep = 0.0 if not gentle or entry.edits else max(0.0, 0.9 * (1 - (save + 16) / max(1, entry.tokens)))
+        for path, text in _texts(view.messages[entry.id]):
+            kept = int(len(text) * keep)
+            head = int(kept * HEAD_SHARE)
+            start, end = (head, len(text) - (kept - head)) if kept > 40 else (0, len(text))
+            if Edit(path, start, end, marker(end - start)) not in entry.edits:
+                clamps.append(Clamp(entry.id, path, start, end, "must fit"))
+        tokens -= min(save, most) if gentle else most
+    return clamps

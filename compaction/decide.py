@@ -1,0 +1,332 @@
+"""One pure function that decides what leaves a view: target, ladder of plans, checks.
+
+Invariant: equal views, limits, policies and answers give equal decisions, whatever the machine. Session and replay both
+call `decide`; the only effects are those of the answers object it is given. Nothing here knows a log or an engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from compaction.budget import Limits, Target
+from compaction.core_clamp import CoreClamp, clearable
+from compaction.errors import BudgetUnsatisfiable, CompactionError, InvalidPlan
+from compaction.messages import Message, resolve
+from compaction.plan import Digest, Plan
+from compaction.ports import Counter, Policy, Summary
+from compaction.view import Answers, Applied, Entry, Failure, Floor, Pin, View
+
+__all__ = ["Decision", "Held", "Oracle", "PolicyId", "Recorder", "decide", "floor_minimum", "policy_id"]
+
+MIN_GAIN = 0.05
+"""Between high water and room a plan must free at least this fraction of room - floor."""
+
+
+class Oracle(Answers, Protocol):
+    """Answers, and the one effect a plan may need: a summary of entries."""
+
+    def digest(self, action: Digest, view: View) -> Summary:
+        """The summary of the action's entries; a failed one says so in `finish_reason`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyId:
+    """Which policy planned: enough to make it again."""
+
+    name: str
+    version: int
+    params: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """The identity as plain JSON values."""
+        return {"name": self.name, "version": self.version, "params": dict(self.params)}
+
+
+def policy_id(policy: Policy) -> PolicyId:
+    """The identity of a policy."""
+    return PolicyId(policy.name, policy.version, policy.params)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A plan with its inputs and its outcome. `rung` 1 and 2: the policy, 3: the core's own clamp."""
+
+    trigger: str
+    policy: PolicyId
+    limits: Limits
+    floor: Floor
+    target: Target
+    rung: int
+    failures: tuple[Failure, ...]
+    plan: Plan
+    summaries: tuple[str, ...]
+    applied: Applied
+    tokens_before: int
+    entries_before: int
+    reusable_tokens: int
+
+    @property
+    def tokens_after(self) -> int:
+        """Tokens of the request once the plan is applied."""
+        return self.applied.tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """The decision as plain JSON values, in a fixed order; what replay compares byte for byte."""
+        return {
+            "trigger": self.trigger,
+            "policy": self.policy.to_json(),
+            "limits": self.limits.to_json(),
+            "floor": self.floor.to_json(),
+            "target": {"must": self.target.must, "want": self.target.want, "unit": self.target.unit},
+            "rung": self.rung,
+            "failures": [failure.to_json() for failure in self.failures],
+            "plan": self.plan.to_json(),
+            "summaries": list(self.summaries),
+            "spans": [
+                [d.span.message_id, d.span.path, d.span.start, d.span.end, d.action, d.tokens]
+                for d in self.applied.discards
+            ],
+            "changed": [list(pair) for pair in self.applied.changed],
+            "before": {"entries": self.entries_before, "tokens": self.tokens_before},
+            "after": {
+                "entries": len(self.applied.entries),
+                "tokens": self.applied.tokens,
+                "reusable_tokens": self.reusable_tokens,
+                "low_mark_missed": self.applied.tokens > self.target.want,
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """No plan was taken, and none was needed to fit. `failures` say why; empty: the policy planned nothing."""
+
+    failures: tuple[Failure, ...]
+
+
+@dataclass
+class Recorder:
+    """A live counter and summariser whose answers are written down in the order they were asked."""
+
+    counter: Counter
+    tools: Sequence[Mapping[str, Any]] | None
+    summarize: Any = None
+    answers: list[int] = field(default_factory=list)
+    fulfilled: list[Summary] = field(default_factory=list)
+
+    def _note(self, tokens: int) -> int:
+        self.answers.append(tokens)
+        return tokens
+
+    def message(self, message: Mapping[str, Any]) -> int:
+        """Tokens one message adds."""
+        return self._note(self.counter.message(message))
+
+    def request(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Tokens of a whole request."""
+        return self._note(self.counter.request(messages, self.tools))
+
+    def text(self, text: str) -> int:
+        """Tokens of bare text."""
+        return self._note(self.counter.text(text))
+
+    def digest(self, action: Digest, view: View) -> Summary:
+        """Ask the summariser; its answer is recorded whatever it is."""
+        if self.summarize is None:
+            summary = Summary("no summarizer is configured", "error")
+        else:
+            summary = self.summarize(action, view)
+        self.fulfilled.append(summary)
+        return summary
+
+
+def decide(
+    view: View,
+    limits: Limits,
+    policy: Policy,
+    answers: Oracle,
+    *,
+    trigger: str = "auto",
+    fallback: Policy | None = None,
+) -> Decision | Held:
+    """Decide what leaves the view.
+
+    Raises BudgetUnsatisfiable, before any summary is asked for, if and only if the floor at its minimum exceeds room.
+    """
+    view = replace(view, answers=answers, slack=limits.reserve, clamp_user=limits.clamp_user)
+    target = _target(view, limits, trigger)
+    over = view.tokens > target.must
+    if over:
+        _check_floor(view, target.must)
+    ladder = [policy, policy, fallback or CoreClamp()] if over else [policy, policy]
+    failures: list[Failure] = []
+    tried: list[Plan] = []
+    for rung, planner in enumerate(ladder, start=1):
+        plan = _plan(planner, view.with_failures(failures), target, rung, failures)
+        if plan is None or (plan in tried and rung < 3):
+            continue
+        tried.append(plan)
+        if not plan.actions and not over:
+            break
+        taken = _try(view, plan, target, limits, rung, failures, answers)
+        if taken is not None:
+            summaries, applied = taken
+            first = applied.first_changed
+            return Decision(
+                trigger=trigger,
+                policy=policy_id(policy),
+                limits=limits,
+                floor=view.floor,
+                target=target,
+                rung=rung,
+                failures=tuple(failures),
+                plan=plan,
+                summaries=summaries,
+                applied=applied,
+                tokens_before=view.tokens,
+                entries_before=len(view.entries),
+                reusable_tokens=view.head + sum(e.tokens for e in view.entries[view.leading : first]),
+            )
+    if over:
+        raise InvalidPlan(f"no plan fits {target.must:,} tokens: " + "; ".join(f"{f.code}: {f.detail}" for f in failures))
+    return Held(tuple(failures))
+
+
+def _target(view: View, limits: Limits, trigger: str) -> Target:
+    must = min(limits.room, view.tokens - 1) if trigger == "overflow" else limits.room
+    want = limits.low_mark(view.floor.total)
+    return Target(must=must, want=min(want, must))
+
+
+def floor_minimum(view: View) -> int:
+    """Tokens of the request with all that may go gone, and each clearable text of what stays replaced by the marker."""
+    kept = [entry for entry in view.entries if entry.id in view.keep]
+    cleared = [view_entry for view_entry in (clearable(view, entry) for entry in kept) if view_entry]
+    if view.additive:
+        saved = {entry.id: view.by_id(entry.id).tokens - entry.tokens for entry in cleared}
+        return view.floor.total - sum(tokens for tokens in saved.values() if tokens > 0)
+    small = {entry.id: entry for entry in cleared}
+    return view.ask_request([small.get(entry.id, entry) for entry in kept])
+
+
+def _check_floor(view: View, room: int) -> None:
+    if view.additive and view.floor.total <= room:
+        return
+    minimum = floor_minimum(view)
+    if minimum > room:
+        raise BudgetUnsatisfiable(minimum, room, view.floor.to_json())
+
+
+def _plan(planner: Policy, view: View, target: Target, rung: int, failures: list[Failure]) -> Plan | None:
+    try:
+        return planner.plan(view, target)
+    except InvalidPlan as exc:
+        failures.append(Failure(rung, "illegal", str(exc)))
+    except CompactionError:
+        raise
+    # A third party's policy may raise anything; the ladder goes on and the event says what happened.
+    except Exception as exc:
+        failures.append(Failure(rung, "policy_error", f"{type(exc).__name__}: {exc}"))
+    return None
+
+
+def _try(
+    view: View,
+    plan: Plan,
+    target: Target,
+    limits: Limits,
+    rung: int,
+    failures: list[Failure],
+    answers: Oracle,
+) -> tuple[tuple[str, ...], Applied] | None:
+    """The plan applied, its summaries written, or None with the reason added to the failures."""
+    try:
+        draft = view.after(plan)
+        problem = _check(view, draft, target, limits)
+        texts: list[str] = []
+        for action in plan.digests if problem is None else ():
+            summary = answers.digest(action, view)
+            if code := _unusable(summary):
+                problem = (f"summary_{code}", summary.text if code == "error" else f"finish reason {summary.finish_reason}")
+                break
+            texts.append(summary.text.strip())
+        if problem is None and plan.digests:
+            allowed, draft = dict(draft.changed), view.apply(plan, texts)
+            problem = _oversized(allowed, draft) or _check(view, draft, target, limits)
+    except InvalidPlan as exc:
+        problem = ("illegal", str(exc))
+    if problem is not None:
+        failures.append(Failure(rung, *problem))
+        return None
+    return tuple(texts), draft
+
+
+def _unusable(summary: Summary) -> str | None:
+    if summary.finish_reason == "error":
+        return "error"
+    if not summary.text.strip():
+        return "empty"
+    if summary.finish_reason == "length":
+        return "unfinished"
+    return None if summary.finish_reason == "stop" else "refused"
+
+
+def _oversized(allowed: Mapping[str, int], applied: Applied) -> tuple[str, str] | None:
+    for entry_id, tokens in applied.changed:
+        if tokens > allowed[entry_id]:
+            return "summary_oversized", f"{tokens} tokens where {allowed[entry_id]} were allowed"
+    return None
+
+
+def _check(view: View, applied: Applied, target: Target, limits: Limits) -> tuple[str, str] | None:
+    """The first thing wrong with the outcome, as (code, detail)."""
+    if applied.tokens >= view.tokens:
+        return "not_smaller", f"{view.tokens} tokens before, {applied.tokens} after"
+    if view.tokens > target.must and applied.tokens > target.must:
+        return "does_not_fit", f"{applied.tokens} tokens where {target.must} fit"
+    free = limits.room - view.floor.total
+    if view.tokens <= target.must and view.tokens - applied.tokens < MIN_GAIN * free:
+        return "too_little", f"frees {view.tokens - applied.tokens} of {free} tokens"
+    if problem := _illegal(view, applied):
+        return "illegal", problem
+    for pin in view.pins:
+        if not _intact(pin, view, applied.entries):
+            return "pin_touched", f"pinned range of message {pin.message_id!r} is not byte-identical"
+    return None
+
+
+def _illegal(view: View, applied: Applied) -> str | None:
+    live = {entry.id for entry in applied.entries}
+    for unit in view.units:
+        there = sum(entry.id in live for entry in view.entries[unit.start : unit.end])
+        if there not in (0, unit.end - unit.start):
+            return f"the batch of {view.entries[unit.start].id!r} is cut in two"
+    if view.user_first and len(applied.entries) > view.leading and len(view.entries) > view.leading:
+        first, was = applied.entries[view.leading], view.entries[view.leading]
+        if was.role == "user" and first.role != "user" and first.id not in view.keep:
+            return f"the template wants a user message first, not {first.role!r}"
+    return None
+
+
+def _intact(pin: Pin, view: View, entries: Sequence[Entry]) -> bool:
+    """Whether the pinned range reads, in the rendered entry, exactly as in the original: compared by hash."""
+    entry = next((e for e in entries if e.id == pin.message_id), None)
+    message: Message = view.messages[pin.message_id]
+    if entry is None:
+        return False
+    if pin.path == "":
+        return not entry.edits
+    edits = [e for e in entry.edits if e.path == pin.path]
+    if any(e.start < pin.end and pin.start < e.end for e in edits):
+        return False
+    shift = sum(len(e.text) - (e.end - e.start) for e in edits if e.end <= pin.start)
+    original = resolve(message.data, pin.path)[pin.start : pin.end]
+    shown = resolve(entry.render(view.messages), pin.path)[pin.start + shift : pin.end + shift]
+    return _sha(original) == _sha(shown)
+
+
+def _sha(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
