@@ -167,7 +167,9 @@ def _first_problem(exc: ValidationError) -> str:
     first = exc.errors(include_url=False)[0]
     if not first["loc"]:
         return "a conversation is an object with messages, or a list of messages"
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    # Without the names pydantic gives to the members of a union.
+    where = [str(part) for part in first["loc"] if part in _Line.model_fields or isinstance(part, int)]
+    return f"{'.'.join(where)}: {first['msg']}"
 
 
 def _stem(file: Path) -> str:

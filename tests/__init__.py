@@ -1,0 +1,1 @@
+"""Tests mirror the folders they test; contracts/ holds one suite per seam, properties/ the promises of the design."""
