@@ -7,16 +7,18 @@ same time one wins, the other uses what is there. The wheel is located, never im
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
+from compaction.engines.quiet import quiet
 from compaction.errors import EngineError, ModelNotFound
 
 __all__ = ["NAME", "cache_root", "find_gguf", "smollm2_folder"]
@@ -95,7 +97,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with _quiet():
+    with quiet(), _held_back():
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         # Unpacked in fp32 and rounded once: packed weights cannot be saved, and bf16 arithmetic would round twice.
         model = AutoModelForCausalLM.from_pretrained(
@@ -128,16 +130,11 @@ def _mend_tokenizer(tokenizer: Any, *, window: int) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and no advice from transformers meanwhile: the caller prints one line of its own."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def _held_back() -> Iterator[None]:
+    """Hold stderr back meanwhile: the GGUF reader's progress bar knows no switch. What is no bar comes out afterwards."""
+    held = io.StringIO()
     try:
-        yield
+        with redirect_stderr(held):
+            yield
     finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        sys.stderr.write("".join(line + "\n" for line in held.getvalue().split("\n") if line and "\r" not in line))

@@ -1,0 +1,196 @@
+"""One conversation's live KV cache and the token ids it stands for.
+
+Invariant: outside a running forward pass, `ids` names exactly the tokens whose keys and values the layers hold, in
+order, at positions 0…n-1; whatever cannot be kept so is dropped whole, never guessed. Memory is true: after every pass
+and every crop no tensor is a view of a larger storage, so bytes measured are bytes held.
+Knows nothing about messages, templates or sampling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from compaction.kv.measure import storage_bytes
+
+__all__ = ["Forward", "LiveCache", "common_prefix"]
+
+# Layers whose crop is understood. Any other (recurrent, compressed, quantised) makes the cache one that only grows.
+_FULL_LAYERS = {"DynamicLayer", "DynamicIndexedLayer"}
+_SLIDING_LAYERS = {"DynamicSlidingWindowLayer"}
+_EMPTY_LAYERS = {"DummyLayer"}
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading ids two lists share."""
+    shortest = min(len(a), len(b))
+    for index in range(shortest):
+        if a[index] != b[index]:
+            return index
+    return shortest
+
+
+class Forward:
+    """One way to call any causal LM: which keywords this model's `forward` takes is looked up once."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        names = set(inspect.signature(model.forward).parameters)
+        self._cache = "cache" if "cache" in names else "past_key_values"
+        self._positions = "position_ids" in names
+        self._last_only = "logits_to_keep" in names
+
+    def new_cache(self) -> Any:
+        """An empty cache whose layers are of the kinds the config names."""
+        return DynamicCache(config=self.model.config)
+
+    @torch.no_grad()
+    def __call__(self, cache: Any, ids: Sequence[int], start: int) -> torch.Tensor:
+        """Feed ids at positions start, start + 1, …; returns the last position's logits, shape [vocabulary].
+
+        Positions are always explicit: a cache's own length is wrong for some layer kinds.
+        """
+        device = self.model.device
+        keywords: dict[str, Any] = {self._cache: cache, "use_cache": True}
+        if self._positions:
+            keywords["position_ids"] = torch.arange(start, start + len(ids), device=device)[None]
+        if self._last_only:
+            keywords["logits_to_keep"] = 1
+        out = self.model(input_ids=torch.tensor([list(ids)], device=device), **keywords)
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+
+class LiveCache:
+    """The cache of one conversation (batch 1). Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._cache: Any = forward.new_cache()
+        self.ids: list[int] = []
+        self.peak_tokens = 0
+        self.peak_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def layers(self) -> list[Any]:
+        """The transformers cache layers."""
+        return list(self._cache.layers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held now, over distinct storages."""
+        return storage_bytes(self._cache)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether some layer holds a state that cannot be cut back to fewer tokens."""
+        known = _FULL_LAYERS | _SLIDING_LAYERS | _EMPTY_LAYERS
+        return any(type(layer).__name__ not in known for layer in self.layers)
+
+    def start_peaks(self) -> None:
+        """Forget earlier peaks; what is held now counts."""
+        self.peak_tokens, self.peak_bytes = len(self.ids), self.bytes
+
+    def feed(self, ids: Sequence[int]) -> torch.Tensor:
+        """One forward pass over further ids; returns the last one's logits, shape [vocabulary].
+
+        An exception leaves the layers uneven: what stood there before is restored where that is possible, else dropped.
+        """
+        before = len(self.ids)
+        try:
+            logits = self._forward(self._cache, ids, before)
+            self.ids.extend(ids)
+            self.peak_bytes = max(self.peak_bytes, self.bytes)  # before the copies: the larger figure is the peak
+            self._own_storage()
+        except BaseException:
+            self._recover(before)
+            raise
+        self.peak_tokens = max(self.peak_tokens, len(self.ids))
+        return logits
+
+    def record_past(self, on: bool) -> None:
+        """Whether sliding layers keep what leaves their window from now on, so that a reply can be taken out again."""
+        for layer in self.layers:
+            if type(layer).__name__ in _SLIDING_LAYERS:
+                layer.record_past = on
+
+    def can_crop(self, length: int) -> bool:
+        """Whether every layer still holds all that a cache of the first `length` tokens would hold."""
+        removed = len(self.ids) - length
+        if removed <= 0:
+            return removed == 0
+        return not self.stateful and all(_can_drop(layer, removed) for layer in self.layers)
+
+    def crop(self, length: int) -> bool:
+        """Keep the first `length` tokens; where a layer cannot, drop everything. Returns whether they were kept."""
+        if length == 0 or not self.can_crop(length):
+            self.clear()
+            return length == 0
+        removed = len(self.ids) - length
+        try:
+            for layer in self.layers:
+                _drop_last(layer, removed)
+            self._own_storage()
+        except BaseException:
+            self.clear()
+            raise
+        del self.ids[length:]
+        return True
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._cache = self._forward.new_cache()
+        self.ids = []
+
+    def _recover(self, before: int) -> None:
+        """After a broken pass: cut full layers back; any other kind may be half written and goes."""
+        del self.ids[before:]
+        layers = [layer for layer in self.layers if type(layer).__name__ not in _EMPTY_LAYERS]
+        if not before or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+            self.clear()
+            return
+        for layer in layers:
+            layer.keys = layer.keys[..., :before, :].clone()
+            layer.values = layer.values[..., :before, :].clone()
+            if not layer.keys.shape[-2] == layer.values.shape[-2] == before:
+                self.clear()
+                return
+
+    def _own_storage(self) -> None:
+        """Copy every tensor that shows only part of its storage."""
+        for layer in self.layers:
+            for name in ("keys", "values", "indexer_keys"):
+                tensor = getattr(layer, name, None)
+                if isinstance(tensor, torch.Tensor) and _hides_memory(tensor):
+                    setattr(layer, name, tensor.clone(memory_format=torch.contiguous_format))
+
+
+def _hides_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def _can_drop(layer: Any, removed: int) -> bool:
+    if type(layer).__name__ not in _SLIDING_LAYERS:
+        return True
+    if not layer.is_initialized:
+        return False
+    held = int(layer.keys.shape[-2])
+    return bool(held - removed >= min(layer.cumulative_length - removed, layer.sliding_window - 1))
+
+
+def _drop_last(layer: Any, removed: int) -> None:
+    if type(layer).__name__ in _EMPTY_LAYERS or not layer.is_initialized:
+        return
+    if type(layer).__name__ in _SLIDING_LAYERS:
+        layer.record_past = True  # without it transformers refuses to crop a full window; `_can_drop` has checked
+        layer.crop(-removed)
+        layer.record_past = False
+    elif removed:
+        layer.crop(-removed)
