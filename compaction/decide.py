@@ -17,7 +17,7 @@ from compaction.errors import BudgetUnsatisfiable, CompactionError, InvalidPlan
 from compaction.messages import Message, resolve
 from compaction.plan import Digest, Plan
 from compaction.ports import Counter, Policy, Summary
-from compaction.view import Answers, Applied, Entry, Failure, Floor, Pin, View
+from compaction.view import Answers, Applied, Discard, Entry, Failure, Floor, Pin, View
 
 __all__ = ["Decision", "Held", "Oracle", "PolicyId", "Recorder", "decide", "floor_minimum", "policy_id"]
 
@@ -67,6 +67,11 @@ class Decision:
     tokens_before: int
     entries_before: int
     reusable_tokens: int
+
+    @property
+    def spans(self) -> tuple[Discard, ...]:
+        """What leaves the view, each span with its text."""
+        return self.applied.discards
 
     @property
     def tokens_after(self) -> int:

@@ -104,7 +104,8 @@ class _Opened(_Payload):
     policy: _Policy
     counter: str
     budget: dict[str, Any]
-    head: Annotated[int, Field(ge=0)]
+    head: Annotated[list[int], Field(min_length=3, max_length=3)]
+    total: Annotated[int, Field(ge=0)]
     tools: Hex | None
 
 
@@ -114,6 +115,7 @@ class _Appended(_Payload):
     role: str
     tokens: Annotated[int, Field(ge=0)]
     counter: str
+    total: Annotated[int, Field(ge=0)]
 
 
 class _Range(_Payload):
@@ -131,6 +133,11 @@ class _Committed(_Payload):
     plan: list[dict[str, Any]]
     spans: list[list[Any]]
     changed: list[list[Any]]
+
+
+class _Failed(_Payload):
+    tokens: int
+    failures: list[dict[str, Any]]
 
 
 class _Usage(_Payload):
@@ -153,7 +160,7 @@ _MODELS: dict[str, type[_Payload]] = {
     "unpinned": _Range,
     "decision_started": _Payload,
     "decision_committed": _Committed,
-    "decision_failed": _Payload,
+    "decision_failed": _Failed,
     "generation_started": _Payload,
     "usage": _Usage,
     "probe": _WithText,

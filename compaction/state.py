@@ -37,6 +37,7 @@ class State:
         self.opened: Mapping[str, Any] = {}
         self.tools_text: str | None = None
         self.history: dict[str, Message] = {}
+        self.appended_at: dict[str, int] = {}
         self.entries: list[Entry] = []
         self.live: dict[str, Entry] = {}
         self.units: dict[str, list[str]] = {}
@@ -61,6 +62,7 @@ class State:
             case "appended":
                 text = text_of(bytes.fromhex(payload["text"]))
                 self._append(Message(payload["message"], text), payload)
+                self.appended_at[payload["message"]] = event.seq
             case "pinned":
                 self.pins.append(_pin(payload))
             case "unpinned":

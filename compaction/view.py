@@ -112,11 +112,17 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """A span that leaves the view, by which action of the plan, and the tokens that go with it."""
+    """A span that leaves the view: its text verbatim, by which action of the plan, and the tokens that go with it."""
 
     span: Span
     action: int
     tokens: int
+    text: str
+
+    @property
+    def id(self) -> str:
+        """The span's id."""
+        return self.span.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +399,7 @@ class _Step:
                 spans += entry.stands_for
                 continue
             span = Span(entry_id, "", 0, len(self.messages[entry_id].text))
-            self.discards.append(Discard(span, number, entry.tokens))
+            self.discards.append(Discard(span, number, entry.tokens, self.messages[entry_id].text))
             spans.append(span)
         return tuple(spans)
 
@@ -430,7 +436,7 @@ class _Step:
         saved = max(0, entry.tokens - new.tokens)
         for index, (start, end) in enumerate(pieces):
             span = Span(entry.id, action.path, start, end)
-            self.discards.append(Discard(span, number, saved if index == 0 else 0))
+            self.discards.append(Discard(span, number, saved if index == 0 else 0, string[start:end]))
 
 
 def _merge(

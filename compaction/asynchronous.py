@@ -1,0 +1,54 @@
+"""Running a blocking iterator for async callers.
+
+Invariant: the iterator lives in one thread from its first step to its last, so that locks it holds stay with that thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
+
+__all__ = ["in_thread"]
+
+T = TypeVar("T")
+
+
+async def in_thread(start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
+    """The items of `start()`, produced in a thread of its own. Leaving early closes the iterator in that thread."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[tuple[bool, T | BaseException | None]] = asyncio.Queue()
+    cancelled = threading.Event()
+
+    def put(done: bool, item: T | BaseException | None) -> None:
+        loop.call_soon_threadsafe(queue.put_nowait, (done, item))
+
+    def work() -> None:
+        items = start()
+        try:
+            for item in items:
+                put(False, item)
+                if cancelled.is_set():
+                    break
+            close = getattr(items, "close", None)
+            if close is not None:
+                close()
+            put(True, None)
+        # Whatever ends the iterator is raised again in the caller's task.
+        except BaseException as exc:
+            put(True, exc)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            done, item = await queue.get()
+            if done:
+                if isinstance(item, BaseException):
+                    raise item
+                return
+            yield item  # type: ignore[misc]
+    finally:
+        cancelled.set()
+        await asyncio.to_thread(thread.join)

@@ -1,0 +1,127 @@
+"""Fulfilling a digest: the only effect a plan may ask for.
+
+Invariant: the summariser's own input is bounded, its failures come back as failures and never as content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from compaction.messages import dumps, is_blob
+from compaction.plan import Digest
+from compaction.ports import Engine, Summarizer, Summary, Usage
+from compaction.view import View
+
+__all__ = ["CallableSummarizer", "EngineSummarizer", "fulfil", "source_text"]
+
+MAX_CHUNKS = 8
+_PROMPT_SLACK = 64
+_MIN_SUMMARY = 24
+
+
+@dataclass(frozen=True)
+class EngineSummarizer:
+    """Summaries by the engine's own model, outside any conversation's cache."""
+
+    engine: Engine
+
+    @property
+    def name(self) -> str:
+        """The engine's name stands in the decision."""
+        return f"engine:{self.engine.name}"
+
+    def __call__(self, source: str, *, instruction: str, max_tokens: int, limit: int) -> Summary:
+        """Raises what the engine raises; `fulfil` turns it into a failure."""
+        messages = [{"role": "user", "content": f"{instruction}\n\n{source}"}]
+        made = self.engine.complete(messages, max_new_tokens=min(max_tokens, limit - 1))
+        return Summary(made.text, made.finish_reason, made.usage)
+
+
+@dataclass(frozen=True)
+class CallableSummarizer:
+    """Summaries by any function of the source text, under a name of its own."""
+
+    name: str
+    function: Callable[[str], str | Summary]
+
+    def __call__(self, source: str, *, instruction: str, max_tokens: int, limit: int) -> Summary:
+        """Ask the function; a bare string counts as finished."""
+        del instruction, max_tokens, limit
+        made = self.function(source)
+        return made if isinstance(made, Summary) else Summary(made)
+
+
+def source_text(action: Digest, view: View) -> str:
+    """What the summariser reads: the entries as lines of `role: text`, tool calls included, blobs named only."""
+    return "\n\n".join(_lines(view.by_id(entry_id).render(view.messages)) for entry_id in action.entries)
+
+
+def _lines(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(f"[{part.get('type')}]" if is_blob(part) else str(part.get("text", "")) for part in content)
+    calls = [dumps(call.get("function", call)) for call in message.get("tool_calls") or ()]
+    return "\n".join([f"{message['role']}: {content or ''}", *calls])
+
+
+def fulfil(
+    summarizer: Summarizer,
+    action: Digest,
+    view: View,
+    *,
+    limit: int,
+    count: Callable[[str], int],
+) -> Summary:
+    """Ask the summariser, in chunks of which each pass fits `limit` tokens; their notes are joined as they are.
+
+    Where more than `MAX_CHUNKS` would be needed, each chunk is cut in the middle first.
+    """
+    source = source_text(action, view)
+    space = limit - action.max_tokens - count(action.instruction) - _PROMPT_SLACK
+    if space < _MIN_SUMMARY:
+        return Summary(f"no room for a summary: {space} tokens are left for its source", "error")
+    needed = -(-count(source) // space)
+    chunks = _chunks(source, min(needed, MAX_CHUNKS))
+    if needed > MAX_CHUNKS:
+        size = int(len(source) / needed * 0.9)
+        chunks = [chunk[: size // 2] + "\n[…]\n" + chunk[len(chunk) - size // 2 :] for chunk in chunks]
+    allowance = action.max_tokens // len(chunks)
+    if allowance < _MIN_SUMMARY:
+        chunks, allowance = chunks[: max(1, action.max_tokens // _MIN_SUMMARY)], _MIN_SUMMARY
+    made: list[Summary] = []
+    for chunk in chunks:
+        made.append(_ask(summarizer, chunk, action, allowance, limit))
+        if made[-1].finish_reason != "stop":
+            return replace(made[-1], usage=_total(made))
+    return Summary("\n".join(part.text.strip() for part in made), "stop", _total(made))
+
+
+def _ask(summarizer: Summarizer, chunk: str, action: Digest, max_tokens: int, limit: int) -> Summary:
+    try:
+        return summarizer(chunk, instruction=action.instruction, max_tokens=max_tokens, limit=limit)
+    # Any model or callable may fail in any way: the failure is recorded, the original stays, the next rung plans.
+    except Exception as exc:
+        return Summary(f"{type(exc).__name__}: {exc}", "error")
+
+
+def _chunks(source: str, parts: int) -> list[str]:
+    parts = max(1, parts)
+    size = -(-len(source) // parts) or 1
+    return [source[at : at + size] for at in range(0, len(source), size)] or [""]
+
+
+def _total(made: Sequence[Summary]) -> Usage | None:
+    usages = [part.usage for part in made if part.usage is not None]
+    if not usages:
+        return None
+    return replace(
+        usages[0],
+        prompt_tokens=sum(u.prompt_tokens for u in usages),
+        completion_tokens=sum(u.completion_tokens for u in usages),
+        prefilled=sum(u.prefilled for u in usages),
+        reused=sum(u.reused for u in usages),
+        peak_tokens=max(u.peak_tokens for u in usages),
+        peak_kv_bytes=max((u.peak_kv_bytes or 0 for u in usages), default=None),
+    )

@@ -1,0 +1,158 @@
+"""Many conversations, one engine, one log: where the parts are put together.
+
+Invariant: the only core module that knows a default policy and the in-memory log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from compaction.budget import Budget, Window
+from compaction.decide import Decision
+from compaction.errors import InvalidBudget, InvalidInput
+from compaction.fulfil import CallableSummarizer, EngineSummarizer
+from compaction.middleware import Wrapper
+from compaction.policies import default_policy
+from compaction.ports import Clock, Counter, Engine, Ids, Log, Policy, Rng, Summarizer
+from compaction.session import Session, Settings
+from compaction.store import MemoryLog
+from compaction.tokens import default_counter
+
+__all__ = ["Compacted", "SessionManager", "compact", "message_id", "utc_now"]
+
+
+def utc_now() -> str:
+    """Now, UTC, ISO 8601 with microseconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+
+
+def message_id(conversation: str, seq: int) -> str:
+    """16 hex digits, a function of the conversation and the event that appends the message."""
+    return hashlib.sha256(f"{conversation}\x00{seq}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+class SessionManager:
+    """Makes and keeps sessions that share an engine, a policy, a budget and a log.
+
+    Args:
+        engine: holds the model and the live KV caches; None where the model is the caller's own.
+        policy: what to discard; None: `default_policy()`.
+        budget: what each conversation may hold.
+        log: where events go; None: an in-memory log under the same contract.
+        counter: None: the engine's, else tiktoken where its vocabulary is at hand, else a labelled estimate.
+        window: tokens the model can hold; None: what the engine says.
+        summarizer: named callable for policies that summarise; None: the policy's own, else the engine.
+        clock, ids, rng: injected for determinism.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        policy: Policy | None = None,
+        budget: Budget | None = None,
+        log: Log | None = None,
+        counter: Counter | None = None,
+        *,
+        window: int | None = None,
+        summarizer: Summarizer | None = None,
+        clock: Clock = utc_now,
+        ids: Ids = message_id,
+        rng: Rng = secrets.token_bytes,
+    ) -> None:
+        if budget is None:
+            raise InvalidBudget("a manager needs budget=Budget(tokens=…) or Budget(kv_bytes=…)")
+        if budget.kv_bytes is not None and engine is None:
+            raise InvalidBudget("kv_bytes needs an engine that knows the bytes of a token: pass engine=…, or use tokens=")
+        policy = policy or default_policy()
+        stated = Window(window, "user") if window else None
+        self.settings = Settings(
+            log=log if log is not None else MemoryLog(),
+            policy=policy,
+            budget=budget,
+            counter=counter or (engine.counter if engine else default_counter()),
+            clock=clock,
+            ids=ids,
+            rng=rng,
+            engine=engine,
+            window=stated or (engine.window if engine else None),
+            summarizer=summarizer or _summarizer(policy, engine),
+        )
+        self._sessions: dict[str, Session] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def log(self) -> Log:
+        """The log all sessions write to."""
+        return self.settings.log
+
+    def session(self, conversation: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Session:
+        """The session of that conversation; resumed from the log if the log knows it. Tools are counted."""
+        if not conversation or not isinstance(conversation, str):
+            raise InvalidInput(f"a conversation needs a non-empty name, not {conversation!r}")
+        with self._lock:
+            known = self._sessions.get(conversation)
+            if known is None or (tools is not None and known.tools != list(tools)):
+                known = self._sessions[conversation] = Session(conversation, self.settings, tools)
+            return known
+
+    def release(self, conversation: str) -> None:
+        """Forget the session here and free its KV cache; the log keeps everything."""
+        with self._lock:
+            self._sessions.pop(conversation, None)
+            if self.settings.engine is not None:
+                self.settings.engine.release(conversation)
+
+    def wrap(self, conversation: Callable[..., str] | str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+        """A decorator that puts any `call_model(messages, **kw)` behind sessions: sync, async or streaming.
+
+        `conversation` names the conversation of a call: a function of (messages, **kw), or one name for all calls.
+        """
+        return Wrapper(self, conversation, **options)
+
+
+def _summarizer(policy: Policy, engine: Engine | None) -> Summarizer | None:
+    function = getattr(policy, "summarizer_fn", None)
+    if function is None:
+        return EngineSummarizer(engine) if engine is not None else None
+    if hasattr(function, "name"):
+        summarizer: Summarizer = function
+        return summarizer
+    return CallableSummarizer(getattr(function, "__name__", type(function).__name__), function)
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """`messages` that fit and their `tokens`; `decision` (None: nothing was done) holds every span with its text."""
+
+    messages: list[dict[str, Any]]
+    tokens: int
+    decision: Decision | None
+
+
+def compact(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    budget: Budget,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    counter: Counter | None = None,
+    policy: Policy | None = None,
+    window: int | None = None,
+    summarizer: Summarizer | None = None,
+) -> Compacted:
+    """Compact a list of messages once, without keeping anything: the caller is the log. The list is not changed.
+
+    Raises InvalidMessage, PendingToolCalls and BudgetUnsatisfiable as a session does.
+    """
+    manager = SessionManager(
+        policy=policy, budget=budget, counter=counter, window=window, summarizer=summarizer, clock=lambda: "", rng=bytes
+    )
+    session = manager.session("compact", tools)
+    session.extend(messages)
+    prepared = session.prepare()
+    return Compacted(prepared.messages, prepared.tokens, prepared.decision)
