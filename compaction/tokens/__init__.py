@@ -9,8 +9,8 @@ from compaction.errors import CounterUnavailable
 from compaction.ports import Counter
 from compaction.tokens.blobs import blob_tokens
 from compaction.tokens.counter import TemplateCounter
-#from compaction.tokens.encoding import TiktokenCounter
-#from compaction.tokens.estimate import EstimateCounter
+from compaction.tokens.encoding import TiktokenCounter
+from compaction.tokens.estimate import EstimateCounter
 from compaction.tokens.folding import fold
 from compaction.tokens.profile import TemplateProfile
 from compaction.tokens.template import ChatTemplate
