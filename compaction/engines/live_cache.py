@@ -186,9 +186,7 @@ def _can_drop(layer: Any, removed: int) -> bool:
 
 
 def _drop_last(layer: Any, removed: int) -> None:
-    if type(layer).__name__ in _EMPTY_LAYERS or not layer.is_initialized:
-        return
-    if type(layer).__name__ in _SLIDING_LAYERS:
+    if type(layer).__name__ in _SLIDING_LAYERS and layer.is_initialized:
         layer.record_past = True  # without it transformers refuses to crop a full window; `_can_drop` has checked
         layer.crop(-removed)
         layer.record_past = False

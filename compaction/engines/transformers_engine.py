@@ -195,6 +195,11 @@ class TransformersEngine:
                 held.reply.close()
             held.live.clear()
 
+    def close(self) -> None:
+        """Free the caches of all conversations. The engine can be used on."""
+        for conversation in list(self._conversations):
+            self.release(conversation)
+
     def _conversation(self, conversation: str) -> _Conversation:
         with self._table_lock:
             held = self._conversations.get(conversation)
