@@ -13,9 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Literal
 
 from compaction.errors import InvalidInput, LogError
 from compaction.events import Event, NewEvent, Text
@@ -24,6 +22,9 @@ from compaction.store.anchors import HeadFile, head_text
 from compaction.store.connection import Store, open_file, open_memory
 from compaction.store.rows import ConversationRow, DecisionRow, Hit, MessageRow, SpanRow, UsageRow, VerifyReport
 from compaction.store.writing import newest, prepare, seq_of, write
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["AuditLog", "MemoryLog"]
 

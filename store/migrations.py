@@ -31,7 +31,8 @@ def pending(db: Database) -> bool:
 
 def unknown(db: Database) -> list[str]:
     """Steps recorded in the file that this version does not have: a newer version wrote it."""
-    known = {migration.name for migration in MIGRATIONS.pending(Database(memory=True, execute_plugins=False))}
+    with Database(memory=True, execute_plugins=False) as empty:
+        known = {migration.name for migration in MIGRATIONS.pending(empty)}
     return [migration.name for migration in MIGRATIONS.applied(db) if migration.name not in known]
 
 

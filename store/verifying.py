@@ -7,6 +7,7 @@ newest events were cut off verifies: what was never seen cannot be missed. Keep 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -94,7 +95,8 @@ class _Verifier:
 
     def check_schema(self) -> None:
         """Tables, views, indexes and triggers are those of the newest schema, word for word, and no others."""
-        found, expected = _schema(self.connection), _schema(open_memory().db.conn)
+        with contextlib.closing(open_memory()) as fresh:
+            found, expected = _schema(self.connection), _schema(fresh.db.conn)
         for name in sorted(expected.keys() - found.keys()):
             self.problem("sqlite_master", name, None, "missing: the schema has been changed")
         for name in sorted(found.keys() - expected.keys()):
@@ -134,7 +136,7 @@ class _Verifier:
             for digest in named(payload):
                 self.referenced.setdefault(digest, id)
             outside = self.outside.setdefault(conversation, Outside())
-            if kind == "opened" and "forked_from" in payload:
+            if kind == "opened" and seq == 1 and "forked_from" in payload:
                 source = payload["forked_from"]
                 outside.fork(self.outside.setdefault(source["conversation"], Outside()), source["seq"])
             elif kind == "appended":
