@@ -341,3 +341,47 @@ class LogContract:
             name: [log.text(bytes.fromhex(event.payload["text"])) for event in log.events(name)] for name in "abc"
         }
         assert read == model
+
+
+LONG = "long words " * 40
+
+
+def story(log: Log) -> None:
+    """Two conversations with every kind of row: long and short texts, tricky ones, each action, usage, a fork."""
+    tools, reason, odd = note('[{"type":"function"}]', 1), note("old", 2), note("quotes \ud800\x00", 3)
+    other, summary = note("[see file]", 4), note("a summary of it all", 5)
+    opened = {
+        "policy": {"name": "truncate", "version": 1, "params": {}},
+        "counter": "template:0",
+        "budget": {"tokens": 100},
+        "head": [1, 2, 3],
+        "total": 6,
+    }
+    log.commit("c", 0, [NewEvent("opened", AT, {**opened, "tools": tools.digest.hex()})], [tools])
+    append(log, "c", "c.1", {"role": "user", "content": "order 7712, please 🙂 now"})
+    append(log, "c", "c.2", {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]})
+    append(log, "c", "c.3", {"role": "tool", "tool_call_id": "a", "content": LONG})
+    append(log, "c", "c.4", {"role": "user", "content": [{"type": "text", "text": "nul \x00 lone \udfff end"}]})
+    append(log, "c", "c.5", {"role": "user", "content": LONG, 'k/e~y"': {"0": "deep value"}})
+    append(log, "d", "d.1", {"role": "user", "content": LONG, 'k/e~y"': {"0": "deep value"}})
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "prefilled": 4, "reused": 5, "kv_bytes": 1024, "ttft_ms": 1.5}
+    log.commit("c", 6, [NewEvent("usage", AT, {**usage, "why": "first"})])
+    plan = [
+        {"do": "drop", "entries": ["c.2"], "reason": {"t": reason.digest.hex()}},
+        {"do": "clamp", "message": "c.1", "path": "/content", "start": 0, "end": 10, "reason": {"t": odd.digest.hex()}},
+        {"do": "replace", "message": "c.5", "path": '/k~1e~0y"/0', "start": 0, "end": 4, "reason": "plain"}
+        | {"text": {"t": other.digest.hex()}},
+        {"do": "digest", "entries": ["c.3"], "max_tokens": 9, "reason": "r", "instruction": {"t": reason.digest.hex()}},
+        {"do": "clamp", "message": "c.4", "path": "/content/0/text", "start": 2, "end": 1202, "reason": "r"},
+    ]
+    spans = [
+        ["c.2", "", 0, 60, 0, 7],
+        ["c.1", "/content", 0, 10, 1, 4],
+        ["c.5", '/k~1e~0y"/0', 0, 4, 2, 1],
+        ["c.3", "", 0, 400, 3, 100],
+        ["c.4", "/content/0/text", 2, 12, 4, 3],
+    ]
+    decision = committed(spans, plan, summaries=[{"t": summary.digest.hex()}])
+    log.commit("c", 7, [decision], [reason, odd, other, summary])
+    log.commit("f", 0, [NewEvent("opened", AT, {**opened, "tools": None, "forked_from": {"conversation": "c", "seq": 8}})])
+    log.commit("f", 1, [committed([["c.1", "/content", 10, 12, 0, 1]], [{"do": "drop", "entries": [], "reason": "r"}])])
