@@ -12,7 +12,8 @@ from typing import Any
 from compaction.engines import TransformersEngine
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CORPUS = (
@@ -47,11 +48,18 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _GPT2),
     "gpt_neox": ("GPTNeoX", {**_COMMON, "rotary_pct": 0.5}),
     "mistral_sliding": ("Mistral", {**_GQA, "sliding_window": 24}),
-    "gemma3_hybrid": ("Gemma3Text", {**_GQA, "sliding_window": 24, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2}),
+    "gemma3_hybrid": (
+        "Gemma3Text",
+        {**_GQA, "sliding_window": 24, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    ),
     "deepseek_mla": ("DeepseekV3", _MLA),
     "lfm2_conv": (
         "Lfm2",
-        {**_GQA, "layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        {
+            **_GQA,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+        },
     ),
 }
 CROPPABLE = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "deepseek_mla")

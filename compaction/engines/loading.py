@@ -52,7 +52,7 @@ def load(model: Any, tokenizer: Any, *, device: str | None, dtype: Any) -> Loade
         built, own = _from_pretrained(where, dtype, target)
     except OSError as exc:
         raise ModelNotFound(
-            f"model {name!r} is not 'smollm2', no folder with a model in it, and not to be had from a hub ({_line(exc)})"
+            f"model {name!r} is not 'smollm2', no folder with a model in it, and not on a hub ({_line(exc)})"
         ) from exc
     except (ValueError, RuntimeError, KeyError, ImportError) as exc:
         raise EngineError(f"cannot load model {name!r}: {_line(exc)}") from exc

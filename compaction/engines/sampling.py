@@ -48,7 +48,9 @@ class Sampling:
 
         def choose(logits: Any) -> int:
             # On the CPU: one seed then means one reply, whatever the device.
-            likely, tokens = torch.softmax(logits.float().cpu() / self.temperature, -1).sort(descending=True, stable=True)
+            likely, tokens = torch.softmax(logits.float().cpu() / self.temperature, -1).sort(
+                descending=True, stable=True
+            )
             keep = likely.cumsum(-1) - likely < self.top_p
             drawn = torch.multinomial(likely * keep, 1, generator=generator)
             return int(tokens[drawn])

@@ -29,7 +29,10 @@ _LAYOUT = 1  # enters the folder's name: raise it whenever what is written chang
 
 
 def cache_root() -> Path:
-    """Where converted models are kept: $KV_COMPACTION_CACHE, else $XDG_CACHE_HOME/kv-compaction, else ~/.cache/kv-compaction."""
+    """Where converted models are kept.
+
+    $KV_COMPACTION_CACHE, else $XDG_CACHE_HOME/kv-compaction, else ~/.cache/kv-compaction.
+    """
     own = os.environ.get("KV_COMPACTION_CACHE")
     if own:
         return Path(own).expanduser()
@@ -72,7 +75,9 @@ def smollm2_folder(root: Path | None = None, *, notices: TextIO | None = None) -
         root.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=root))
     except OSError as exc:
-        raise EngineError(f"cannot write the model cache {str(root)!r} ({exc.strerror}): set KV_COMPACTION_CACHE") from exc
+        raise EngineError(
+            f"cannot write the model cache {str(root)!r} ({exc.strerror}): set KV_COMPACTION_CACHE"
+        ) from exc
     try:
         _convert(gguf, scratch)
         _move_into_place(scratch, folder)
@@ -131,7 +136,7 @@ def _mend_tokenizer(tokenizer: Any, *, window: int) -> None:
 
 @contextmanager
 def _held_back() -> Iterator[None]:
-    """Hold stderr back meanwhile: the GGUF reader's progress bar knows no switch. What is no bar comes out afterwards."""
+    """Hold stderr back meanwhile: the GGUF reader's progress bar knows no switch. All else comes out afterwards."""
     held = io.StringIO()
     try:
         with redirect_stderr(held):

@@ -120,7 +120,7 @@ class TransformersEngine:
         Raises EngineError, before any forward pass, where prompt + reply exceed the window or where the conversation's
         last reply is still running.
         """
-        wanted = self._wanted(messages, tools, max_new_tokens)
+        wanted = self._wanted(messages, tools, _at_least_one(max_new_tokens))
         held = self._conversation(conversation)
         started = self._clock()
         with held.lock:
@@ -150,7 +150,7 @@ class TransformersEngine:
 
         Raises EngineError where prompt + reply exceed the window.
         """
-        wanted = self._wanted(messages, None, max_new_tokens)
+        wanted = self._wanted(messages, None, _at_least_one(max_new_tokens))
         live, started = LiveCache(self._forward), self._clock()
         prefilled = Prefilled(self._prefill(live, wanted), len(wanted), 0, "first", started)
         reply = self._start(live, prefilled, threading.RLock(), max_new_tokens)
@@ -209,8 +209,6 @@ class TransformersEngine:
 
     def _wanted(self, messages: _Messages, tools: _Tools, max_new_tokens: int) -> list[int]:
         """The request's ids, once it is certain that prompt and reply fit the window."""
-        if max_new_tokens < 0:
-            raise InvalidInput(f"max_new_tokens is {max_new_tokens}: it cannot be negative")
         wanted = self.template.ids(messages, tools)
         if len(wanted) + max_new_tokens > self.window.tokens:
             raise EngineError(
@@ -263,8 +261,6 @@ class TransformersEngine:
     def _start(
         self, live: LiveCache, prefilled: Prefilled, lock: threading.RLock, max_new_tokens: int
     ) -> TransformersGeneration:
-        if max_new_tokens < 1:
-            raise InvalidInput("max_new_tokens is 0: a reply needs at least one token")
         return TransformersGeneration(
             live,
             prefilled,
@@ -296,3 +292,9 @@ class TransformersEngine:
             if self.tokenizer.decode([token]).strip():
                 break  # the reply's own text: the template closes a turn with no token of its own
         return max(0, opening), frozenset(stop)
+
+
+def _at_least_one(max_new_tokens: int) -> int:
+    if max_new_tokens < 1:
+        raise InvalidInput(f"max_new_tokens is {max_new_tokens}: a reply needs at least one token")
+    return max_new_tokens

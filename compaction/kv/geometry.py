@@ -78,7 +78,9 @@ class KVGeometry:
         Raises InvalidInput with the key that is missing or makes no sense.
         """
         if element_bytes <= 0:
-            raise InvalidInput(f"element_bytes is {element_bytes}: give the bytes of one element, such as 2 for bfloat16")
+            raise InvalidInput(
+                f"element_bytes is {element_bytes}: give the bytes of one element, such as 2 for bfloat16"
+            )
         text = _text_config(config)
         count = _positive(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
         kinds = _kinds(text, count)

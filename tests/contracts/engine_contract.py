@@ -37,6 +37,11 @@ def answered(messages: Messages, reply: Generated, question: str) -> Messages:
     return [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": question}]
 
 
+def say(engine: Engine, conversation: str, messages: Messages) -> tuple[int, ...]:
+    """The ids of a short reply."""
+    return finish(engine.generate(conversation, messages, None, max_new_tokens=5)).ids
+
+
 class EngineContract:
     """One behaviour a test. Conversation ids are free for the engine under test."""
 
@@ -174,12 +179,11 @@ class EngineContract:
     def test_many_threads_share_one_model(self, engine: Engine) -> None:
         """Conversations that run at the same time say what they say alone."""
         asked = {f"c{n}": [{"role": "user", "content": f"Count to {n} for the fox."}] for n in range(4)}
-        alone = {c: finish(engine.generate(f"{c}-alone", m, None, max_new_tokens=5)).ids for c, m in asked.items()}
+        alone = {c: say(engine, f"{c}-alone", m) for c, m in asked.items()}
 
         with ThreadPoolExecutor(4) as pool:
-            together = dict(
-                zip(asked, pool.map(lambda c: finish(engine.generate(c, asked[c], None, max_new_tokens=5)).ids, asked), strict=True)
-            )
+            running = {c: pool.submit(say, engine, c, m) for c, m in asked.items()}
+            together = {c: future.result() for c, future in running.items()}
 
         assert together == alone or not self.deterministic
 

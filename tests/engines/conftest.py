@@ -50,6 +50,9 @@ def smollm2() -> Iterator[TransformersEngine]:
 def talk() -> list[dict[str, Any]]:
     """A conversation of nine messages, some 200 tiny tokens."""
     return [
-        {"role": "assistant" if n % 2 else "user", "content": f"message {n} says the quick brown fox {n * n}, thank you"}
+        {
+            "role": "assistant" if n % 2 else "user",
+            "content": f"message {n} says the quick brown fox {n * n}, thank you",
+        }
         for n in range(9)
     ]

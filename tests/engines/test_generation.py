@@ -179,7 +179,9 @@ def test_a_small_nucleus_is_greedy() -> None:
     assert {choose(torch.tensor([0.1, 5.0, 0.2])) for _ in range(20)} == {1}
 
 
-@pytest.mark.parametrize("build", [lambda: Sampling(temperature=0), lambda: Sampling(top_p=0), lambda: Sampling(top_p=2)])
+@pytest.mark.parametrize(
+    "build", [lambda: Sampling(temperature=0), lambda: Sampling(top_p=0), lambda: Sampling(top_p=2)]
+)
 def test_impossible_sampling_is_refused(build: Callable[[], Sampling]) -> None:
     """Parameters that mean nothing raise when they are given, not in the middle of a reply."""
     with pytest.raises(InvalidInput):

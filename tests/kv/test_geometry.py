@@ -15,7 +15,13 @@ KIB = 1024
 GPT2_XL = {"model_type": "gpt2", "n_layer": 48, "n_head": 25, "n_embd": 1600}
 LLAMA2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
 LLAMA3_8B = {**LLAMA2_7B, "num_key_value_heads": 8}
-SMOLLM2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "head_dim": 64}
+SMOLLM2 = {
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+    "head_dim": 64,
+}
 DEEPSEEK_V3 = {
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
@@ -136,7 +142,10 @@ def test_a_config_that_is_none_is_refused(config: dict[str, Any], names: str) ->
 
 def test_geometry_loads_no_torch() -> None:
     """The geometry of a model can be had without torch or transformers."""
-    code = "import sys, compaction, compaction.kv.geometry, compaction.engines; print({'torch', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, compaction, compaction.kv.geometry, compaction.engines\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
