@@ -225,6 +225,7 @@ def _fold(log: Log, conversation: str, events: list[Event]) -> State:
     if source := first.get("forked_from"):
         state = load(log, source["conversation"], source["seq"])
         state.conversation = conversation
+        state.appended_at = {}  # events of the source: their seqs mean nothing here
     for index, event in enumerate(events):
         if event.kind == "rewound":
             state = _fold(log, conversation, [e for e in events[:index] if e.seq <= event.payload["to"]])
