@@ -15,14 +15,23 @@ from typing import Any, NamedTuple
 
 from compaction.messages import Part, is_blob
 
-__all__ = ["AUDIO_TOKENS", "FILE_TOKENS", "IMAGE_LOW_TOKENS", "IMAGE_TOKENS", "VIDEO_TOKENS", "blob_tokens", "part_text", "placeholder"]
+__all__ = [
+    "AUDIO_TOKENS",
+    "FILE_TOKENS",
+    "IMAGE_LOW_TOKENS",
+    "IMAGE_TOKENS",
+    "VIDEO_TOKENS",
+    "blob_tokens",
+    "part_text",
+    "placeholder",
+]
 
 IMAGE_LOW_TOKENS = 85
 """An image at `detail: "low"`: the published flat price of OpenAI's tile rule."""
 IMAGE_TILE_TOKENS = 170
 """One 512 x 512 tile at `detail: "high"`, on top of `IMAGE_LOW_TOKENS`."""
 IMAGE_TOKENS = 1105
-"""An image whose size is not known: 85 + 6 tiles, what 1536 x 1024 comes to; the largest common screenshot is below."""
+"""An image whose size is not known: 85 + 6 tiles, what screenshots from 1,024 x 1,025 to 1,536 x 1,024 come to."""
 AUDIO_TOKENS = 600
 """Audio of unknown length: one minute at 10 tokens a second."""
 FILE_TOKENS = 2000
@@ -111,7 +120,7 @@ def _header_size(head: bytes) -> Size | None:
 
 
 def _tiles(size: Size) -> int:
-    """OpenAI's published rule: fit into 2048 x 2048, shortest side to 768, then 170 a tile of 512 and 85 for the whole."""
+    """OpenAI's published rule: fit into 2048 x 2048, shortest side to 768, then 170 a tile of 512, and 85 once."""
     fit = min(1.0, 2048 / max(size))
     fit *= min(1.0, 768 / (min(size) * fit))
     across, down = (max(1, math.ceil(side * fit / 512)) for side in size)

@@ -20,7 +20,7 @@ _JOINER = "\u2060"  # word joiner: invisible, and no vocabulary has a control to
 _PROBES = (
     "plain words, 12345 numbers\tand   spaces  ",
     "  leading\n\n\ntrailing \n",
-    "it's CamelCase snake_case() {\"json\": [1, 2]} // code\r\n",
+    'it\'s CamelCase snake_case() {"json": [1, 2]} // code\r\n',
     "\u4e2d\u6587\u5b57 \u3072\u3089\u304c\u306a \ud55c\uae00 \u0430\u0431\u0432 \U0001f600\u200d\U0001f525",
     "",
     " ",

@@ -1,7 +1,8 @@
 """Counts for hosted models by a tiktoken vocabulary.
 
-Invariant: text is counted with the vocabulary itself, control text in it as ordinary text; what a provider wraps around
-it is not public, so the whole is labelled inexact. Nothing waits long for a network: a vocabulary at hand is taken first.
+Invariant: text is counted with the vocabulary itself, control text in it as ordinary text; what a provider wraps
+around it is not public, so the whole is labelled inexact. Nothing waits long for a network: a vocabulary at hand is
+taken first.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _SECONDS = 3.0
 class TiktokenCounter:
     """OpenAI-style requests: the vocabulary's own count of every text, plus documented constants.
 
-    Per message 3 and its role, 1 beside a name, 3 around a tool call; per request 3, and 9 around the tools, which count
-    as their compact JSON (`compaction.tokens.rules`); images, audio and files by rule (`compaction.tokens.blobs`).
+    Per message 3 and its role, 1 beside a name, 3 around a tool call; per request 3, and 9 around the tools, which
+    count as their compact JSON (`compaction.tokens.rules`); blobs by rule (`compaction.tokens.blobs`).
     Additive by construction. Safe to use from many threads.
 
     Args:

@@ -4,8 +4,8 @@ Invariant: the same text costs the same integer everywhere (integer arithmetic o
 token, and the whole is labelled an estimate. Time is linear: 10 MB take well under a second.
 
 Weights are fitted (least relative squares) to the geometric mean of the counts of two vocabularies of different
-families, tiktoken's cl100k_base (100k entries) and SmolLM2's (49k), over 2,323 pieces of 2,000 to 4,000 characters: real
-conversations with tools, code in five languages, JSON, hex, base64, numbers, emoji, and prose in 30 human languages.
+families, tiktoken's cl100k_base (100k entries) and SmolLM2's (49k), over 2,323 pieces of 2,000 to 4,000 characters:
+real conversations with tools, code in four languages, JSON, hex, base64, numbers, emoji, prose in 30 human languages.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class EstimateCounter:
     def calibrated(self, reported: int, estimated: int) -> EstimateCounter:
         """A counter scaled so that what this one estimated comes to what a provider reported, in tokens.
 
-        A factor beyond 4 or below 1/4 is not believed and clipped. Raises InvalidInput for figures that are not positive.
+        A factor beyond 4 or below 1/4 is not believed and clipped. Raises InvalidInput for figures below 1.
         """
         if reported < 1 or estimated < 1:
             raise InvalidInput(f"cannot calibrate on {reported} reported and {estimated} estimated tokens")

@@ -228,9 +228,7 @@ def _take_turns(messages: list[dict[str, Any]], profile: TemplateProfile) -> lis
     users = any(message["role"] == "user" for message in messages)
     first = messages[start]["role"] if start < len(messages) else None
     opener = {"role": "user", "content": CONTINUES}
-    if profile.user_first and first not in ("user", None):
-        messages = [*messages[:start], opener, *messages[start:]]
-    elif profile.needs_user and not users:
+    if (profile.user_first and first not in ("user", None)) or (profile.needs_user and not users):
         messages = [*messages[:start], opener, *messages[start:]]
     if profile.consecutive:
         return messages

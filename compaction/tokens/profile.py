@@ -6,7 +6,7 @@ text, unescaped and in order. What is not claimed is folded into `content` by `c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
 from typing import Any
@@ -124,7 +124,7 @@ class _Probe:
             consecutive=self._consecutive(),
             user_first=self._user_first(system),
             needs_user=self._needs_user(system),
-            prefix_stable=self._prefix_stable(calls),
+            prefix_stable=self._prefix_stable(calls, system),
             injects_date=injects_date,
         )
 
@@ -137,8 +137,10 @@ class _Probe:
         if role == "system":
             return system
         first, own = self.mark(), self.mark()
-        if role in ("user", "developer"):
-            return self.shows([_text(role, first), _text("user", own)] if role == "developer" else [_text(role, own)], own)
+        if role == "user":
+            return self.shows([_text(role, own)], own)
+        if role == "developer":
+            return self.shows([_text(role, first), _text("user", own)], first, own)
         extra = {"tool_call_id": _SHORT_ID} if role == "tool" else {"name": "f"} if role == "function" else {}
         return self.shows([_text("user", first), {**_text(role, own), **extra}], first, own)
 
@@ -177,9 +179,7 @@ class _Probe:
     def _with_calls(self, calls: _Calls, content: str | None, names: Sequence[str]) -> _Messages:
         arguments: Any = "{}" if calls.form == "text" else {}
         made = [_call_of(calls.id[:-1] + str(index), name, arguments) for index, name in enumerate(names)]
-        results = [
-            {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "ok"} for call in made
-        ]
+        results = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "ok"} for call in made]
         message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": made}
         return [_text("user", "go"), message, *results, _text("assistant", "done")]
 
@@ -249,9 +249,9 @@ class _Probe:
             message = _text("assistant", content) | ({"reasoning_content": thought} if own_field else {})
             newest = self._render([_text("user", "go"), message], None, False)
             earlier = self._render([_text("user", "go"), message, _text("user", user)], None, False)
-            if earlier is not None and newest is not None and thought not in earlier:
-                if thought in newest or not own_field:
-                    return True
+            gone = earlier is not None and newest is not None and thought not in earlier
+            if gone and (thought in (newest or "") or not own_field):
+                return True
         return False
 
     def _consecutive(self) -> bool:
@@ -270,11 +270,15 @@ class _Probe:
         alone = self.shows([_text("assistant", mark)], mark)
         return not (alone and (not system or self.shows([_text("system", mark)], mark)))
 
-    def _prefix_stable(self, calls: _Calls) -> bool:
+    def _prefix_stable(self, calls: _Calls, system: bool) -> bool:
+        rules = [_text("system", "rules")] if system else []
         thinking = {**_text("assistant", "<think>\nt\n</think>\n\nsaid"), "reasoning_content": "thought"}
         talk = [_text("user", "a"), thinking, _text("user", "b"), _text("assistant", "c"), _text("user", "d")]
         used = [*self._with_calls(calls, "", ["f"]), *talk] if calls.form is not None else []
-        return all(_stable(self._render, messages) for messages in (talk, used))
+        tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+        return all(
+            _stable(self._render, [*rules, *messages], tools) for messages in (talk, used) for tools in (None, [tool])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +290,10 @@ class _Calls:
     role: bool
 
 
-def _stable(render: Render, messages: _Messages) -> bool:
-    texts = [render(messages[:end], None, False) for end in range(1, len(messages) + 1)]
+def _stable(render: Render, messages: _Messages, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+    texts = [render(messages[:end], tools, False) for end in range(1, len(messages) + 1)]
     known = [text for text in texts if text is not None]
-    return all(later.startswith(earlier) for earlier, later in _pairs(known))
-
-
-def _pairs(texts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    return zip(texts, texts[1:], strict=False)
+    return all(known[index].startswith(known[index - 1]) for index in range(1, len(known)))
 
 
 def _in_order(text: str, marks: Sequence[str]) -> bool:

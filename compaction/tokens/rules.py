@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 from compaction.messages import is_blob
 from compaction.tokens.blobs import blob_tokens, part_text
 
-__all__ = ["CALL_TOKENS", "MESSAGE_TOKENS", "NAME_TOKENS", "REPLY_TOKENS", "TOOLS_TOKENS", "Texts", "message_texts", "tools_text"]
+__all__ = [
+    "CALL_TOKENS",
+    "MESSAGE_TOKENS",
+    "NAME_TOKENS",
+    "REPLY_TOKENS",
+    "TOOLS_TOKENS",
+    "Texts",
+    "message_texts",
+    "tools_text",
+]
 
 MESSAGE_TOKENS = 3
 """Around each message (OpenAI's published figure); its role is counted as text beside it."""

@@ -2,7 +2,8 @@
 
 Invariant: `ids` equals `tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=True,
 return_dict=False)` token for token wherever the template takes the request as it stands and no message quotes a control
-token; text that quotes one is encoded as text, and fields a template cannot take are folded (`compaction.tokens.folding`).
+token; text that quotes one is encoded as text, and fields a template cannot take are folded
+(`compaction.tokens.folding`).
 Equal requests give equal ids on every day: a template that writes the date gets a fixed one.
 """
 
@@ -27,7 +28,8 @@ FROZEN_DATE = datetime.date(2025, 1, 1)
 """The date that templates write; a parameter of `ChatTemplate`, because a date that moves would move every prefix."""
 
 _STRFTIME = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
-_FINGERPRINT_TEXT = "The quick brown fox, 12345 + 678!\n\n\tdef f(x): return x  # \u4e2d\u6587 \u0430\u0431 \ud55c \U0001f600"
+_FINGERPRINT_TEXT = "The quick brown fox, 12345 + 678!\n\n\tdef f(x): return x  "
+_FINGERPRINT_TEXT += "\u4e2d\u6587 \u0430\u0431 \ud55c \U0001f600"
 _Messages = Sequence[Mapping[str, Any]]
 _Tools = Sequence[Mapping[str, Any]] | None
 
@@ -52,7 +54,7 @@ class ChatTemplate:
         self.name: str = name or str(getattr(tokenizer, "name_or_path", "") or "tokenizer")
         self._tokenizer = tokenizer
         self._date = date
-        sources = [_source(tokenizer, tools) for tools in (None, [{}])]
+        sources = [_source(tokenizer, None), _source(tokenizer, [{}])]
         if None in sources:
             raise EngineError(f"tokenizer {self.name!r} has no chat template: set tokenizer.chat_template first")
         plain, with_tools = (str(source) for source in sources)
@@ -68,7 +70,7 @@ class ChatTemplate:
 
     @property
     def exact(self) -> bool:
-        """Whether control text in messages is encoded as it stands; otherwise it is broken by an invisible character."""
+        """Whether quoted control text is encoded as it stands; otherwise it is broken by an invisible character."""
         return self._encoder.by_piece
 
     def ids(self, messages: _Messages, tools: _Tools, *, generation_prompt: bool = True) -> list[int]:
