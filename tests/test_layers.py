@@ -25,6 +25,9 @@ HOUSE: tuple[frozenset[str], ...] = (
     frozenset({"adapters", "replay", FACADE}),
     frozenset({"manager"}),
     frozenset({"middleware", "plugins", "engines", "kv"}),
+    frozenset({"streaming"}),
+    frozenset({"pieces"}),
+    frozenset({"matching"}),
     frozenset({"session", "policies", "store", "tokens", "transcripts"}),
     frozenset({"fulfil", "counting", "prepared"}),
     frozenset({"decide"}),
@@ -34,12 +37,13 @@ HOUSE: tuple[frozenset[str], ...] = (
     frozenset({"events"}),
     frozenset({"plan", "grammar"}),
     frozenset({"messages", "budget", "kv.geometry"}),
-    frozenset({"errors", "asynchronous"}),
+    frozenset({"errors", "asynchronous", "overflow", "turns"}),
 )
 FLOOR = {room: number for number, rooms in enumerate(HOUSE) for room in rooms}
 # Policies are independent of each other; what composes them is not.
 COMPOSING_POLICIES = {"compaction.policies.pipeline", "compaction.policies.fallback"}
-HEAVY = ("torch", "transformers", "httpx", "requests", "openai", "matplotlib", "tiktoken", "langchain_core", "numpy")
+# Not numpy: sqlite-utils imports it where it is installed, and copes where it is not.
+HEAVY = ("torch", "transformers", "httpx", "requests", "openai", "matplotlib", "tiktoken", "langchain_core")
 
 
 class Import(NamedTuple):
