@@ -29,7 +29,7 @@ __all__ = ["AT", "LogContract", "MakeLog", "append", "appended", "committed", "n
 AT = "2026-01-01T00:00:00.000000Z"
 MakeLog = Callable[[], Log]
 shared = settings(
-    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
+    max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
 )
 
 
@@ -316,7 +316,9 @@ class LogContract:
     @shared
     @given(
         steps=st.lists(
-            st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.lists(strategies.messages(), min_size=1, max_size=3)),
+            st.tuples(
+                st.sampled_from("abc"), st.integers(0, 2), st.lists(strategies.messages(), min_size=1, max_size=3)
+            ),
             max_size=8,
         )
     )
@@ -337,9 +339,7 @@ class LogContract:
                 model[name] += [text.body for _, text in pairs]
                 number += len(pairs)
 
-        read = {
-            name: [log.text(bytes.fromhex(event.payload["text"])) for event in log.events(name)] for name in "abc"
-        }
+        read = {name: [log.text(bytes.fromhex(event.payload["text"])) for event in log.events(name)] for name in "abc"}
         assert read == model
 
 
@@ -366,7 +366,7 @@ def story(log: Log) -> None:
     append(log, "d", "d.1", {"role": "user", "content": LONG, 'k/e~y"': {"0": "deep value"}})
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prefilled": 4, "reused": 5, "kv_bytes": 1024, "ttft_ms": 1.5}
     log.commit("c", 6, [NewEvent("usage", AT, {**usage, "why": "first"})])
-    plan = [
+    plan: list[dict[str, Any]] = [
         {"do": "drop", "entries": ["c.2"], "reason": {"t": reason.digest.hex()}},
         {"do": "clamp", "message": "c.1", "path": "/content", "start": 0, "end": 10, "reason": {"t": odd.digest.hex()}},
         {"do": "replace", "message": "c.5", "path": '/k~1e~0y"/0', "start": 0, "end": 4, "reason": "plain"}
@@ -383,5 +383,7 @@ def story(log: Log) -> None:
     ]
     decision = committed(spans, plan, summaries=[{"t": summary.digest.hex()}])
     log.commit("c", 7, [decision], [reason, odd, other, summary])
-    log.commit("f", 0, [NewEvent("opened", AT, {**opened, "tools": None, "forked_from": {"conversation": "c", "seq": 8}})])
+    log.commit(
+        "f", 0, [NewEvent("opened", AT, {**opened, "tools": None, "forked_from": {"conversation": "c", "seq": 8}})]
+    )
     log.commit("f", 1, [committed([["c.1", "/content", 10, 12, 0, 1]], [{"do": "drop", "entries": [], "reason": "r"}])])

@@ -37,7 +37,12 @@ def test_decisions_say_how_they_were_made(log: MemoryLog) -> None:
     """Policy, figures and actions as plain values."""
     decision = log.decisions("c")[0]
 
-    assert (decision.params, decision.after["tokens"], decision.actions[0], decision.spans) == ({"keep": 3}, 40, "drop", 5)
+    assert (decision.params, decision.after["tokens"], decision.actions[0], decision.spans) == (
+        {"keep": 3},
+        40,
+        "drop",
+        5,
+    )
 
 
 def test_decisions_of_all_conversations(log: MemoryLog) -> None:

@@ -134,7 +134,7 @@ def _is_exact(message: Any) -> bool:
     )
 )
 def test_the_flag_is_right_and_the_text_exact(content: str) -> None:
-    """`exact` says precisely whether a NUL or a lone surrogate is there; where it is not, the view's text is the text."""
+    """`exact` says precisely whether a NUL or a lone surrogate is there; without, the view's text is the text."""
     message = {"role": "user", "content": content, "x": ["é"]}
     with MemoryLog() as log:
         append(log, "c", "m", message)
