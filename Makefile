@@ -46,8 +46,9 @@ format: install
 	@$(BIN)/ruff check --fix --quiet
 	@$(BIN)/ruff format --quiet
 
+# Writes bench.json.
 bench: install
-	@$(BIN)/python -m tests.benchmarks --json bench.json
+	@$(BIN)/python -m tests.benchmarks
 
 crash: install
 	@$(BIN)/python -m tests.crash
