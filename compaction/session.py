@@ -321,9 +321,9 @@ class Session:
             if made is None:
                 raise InvalidInput("the engine ended its reply without a result")
             message = dumps({"role": "assistant", "content": made.text})
-            used = self._used(made.usage)
-            written = self._commit(lambda: self._appended([message], [*used]))
-            return Reply(written[0].payload["message"], made.text, made.finish_reason, made.usage, prepared.decision)
+            usage, used = self._used(made.usage, prepared)
+            written = self._commit(lambda: self._appended([message], used))
+            return Reply(written[0].payload["message"], made.text, made.finish_reason, usage, prepared.decision)
 
     def probe(self, *, max_new_tokens: int = 32) -> Reply:
         """Generate as `generate` would, but take the reply out of the cache again and keep it as a `probe` event only."""
@@ -337,9 +337,9 @@ class Session:
             self._set.engine.forget_reply(self.id)
             text = self._seal(made.text)
             probe = self._event("probe", {"text": text.digest.hex(), "finish_reason": made.finish_reason})
-            used = self._used(made.usage)
+            usage, used = self._used(made.usage, prepared)
             self._commit(lambda: ([probe, *used], [text]))
-            return Reply("", made.text, made.finish_reason, made.usage, prepared.decision)
+            return Reply("", made.text, made.finish_reason, usage, prepared.decision)
 
     def _start(self, max_new_tokens: int) -> tuple[Generation, Prepared]:
         if self._set.engine is None:
@@ -362,13 +362,16 @@ class Session:
             self.interrupt("".join(pieces))
             raise
 
-    def _used(self, usage: Usage) -> list[NewEvent]:
+    def _used(self, usage: Usage, prepared: Prepared) -> tuple[Usage, list[NewEvent]]:
+        """The usage with why tokens were prefilled again, where the session knows better, and its events."""
+        if prepared.decision is not None and usage.reused:
+            usage = replace(usage, why="compaction")
         self._last_usage = usage
         events = [self._event("usage", usage.to_json())]
         if self._resumed and usage.reused == 0:
             events.append(self._event("reanchored", {"reason": "resumed", "tokens": usage.prefilled}))
         self._resumed = False
-        return events
+        return usage, events
 
     def interrupt(self, text: str) -> None:
         """Keep a reply that was cut off as an `interrupted` event; it is not appended."""
