@@ -6,7 +6,6 @@ Invariant: what was streamed as text is joined without a character more or less;
 from __future__ import annotations
 
 import json
-
 from collections.abc import Mapping
 from typing import Any
 
