@@ -87,7 +87,7 @@ def _from_pretrained(where: str | Path, dtype: Any, device: str) -> tuple[Any, A
         config = AutoConfig.from_pretrained(str(where))
         tokenizer = AutoTokenizer.from_pretrained(str(where))
         chosen = pick_dtype(dtype, device, getattr(config, "dtype", None))
-        model = AutoModelForCausalLM.from_pretrained(str(where), dtype=chosen)
+        model: Any = AutoModelForCausalLM.from_pretrained(str(where), dtype=chosen)
     return model.to(device).eval(), tokenizer
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from compaction.messages import dumps
 
-__all__ = ["Request", "why_prefilled"]
+__all__ = ["Held", "Request", "why_prefilled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +33,56 @@ def _digest(value: Any) -> bytes:
     return hashlib.blake2b(dumps(value).encode("ascii"), digest_size=16).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What stood in a cache: ids, the first `prompt` of them rendered from `request`, the rest a reply of that text.
+
+    `opening` is how many tokens of the prompt's end are the generation prompt.
+    """
+
+    ids: Sequence[int]
+    prompt: int
+    opening: int
+    request: Request | None
+    said: str | None
+
+
 def why_prefilled(
-    held: Sequence[int],
+    held: Held,
     wanted: Sequence[int],
     shared: int,
-    *,
-    prompt: int,
-    opening: int,
-    before: Request | None,
+    messages: Sequence[Mapping[str, Any]],
     now: Request,
+    *,
     hint: str,
     decode: Callable[[Sequence[int]], str],
 ) -> str:
     """One of "", "first", "compaction", "edited", "template", "retokenized" (see `ports.Usage`).
 
     Args:
-        held: ids in the cache; the first `prompt` of them were a prompt, the rest a reply.
+        held: what stands in the cache.
         wanted: ids of the new prompt, `shared` of which lead both lists.
-        opening: tokens of the generation prompt at the end of a prompt.
-        before, now: what the old and the new prompt were rendered from.
+        messages, now: what the new prompt was rendered from, and its digests.
         hint: the caller's own reason for changing the messages, "" for none.
         decode: text of ids.
     """
-    if not held or before is None:
+    before = held.request
+    if not held.ids or before is None:
         return "first"
-    if shared >= len(held) or shared >= len(wanted):
+    if shared >= min(len(held.ids), len(wanted)):
         return ""
-    if shared >= prompt:
-        said, rendered = decode(held[prompt:]).rstrip("\ufffd"), decode(wanted[prompt:])
-        return "retokenized" if rendered.startswith(said) else "edited"
-    if shared >= prompt - opening and len(held) <= prompt:
-        return ""  # only the generation prompt differs, and no reply stood behind it
-    same_history = now.messages[: len(before.messages)] == before.messages and now.tools == before.tools
-    if same_history:
-        return "template"
-    return hint or ("compaction" if _gap(before.messages, now.messages) else "edited")
+    if now.messages[: len(before.messages)] != before.messages or now.tools != before.tools:
+        return hint or ("compaction" if _gap(before.messages, now.messages) else "edited")
+    if shared < held.prompt - held.opening:
+        return "template"  # the same messages and tools, rendered otherwise
+    if len(held.ids) <= held.prompt:
+        return ""  # only the generation prompt differs, and no reply stands behind it
+    said = decode(held.ids[held.prompt :]).rstrip("\ufffd")
+    if shared >= held.prompt and decode(wanted[held.prompt :]).startswith(said):
+        return "retokenized"
+    follows = messages[len(before.messages)] if len(messages) > len(before.messages) else {}
+    repeated = follows.get("role") == "assistant" and follows.get("content") == held.said
+    return "template" if repeated else hint or "edited"
 
 
 def _gap(before: Sequence[bytes], now: Sequence[bytes]) -> bool:

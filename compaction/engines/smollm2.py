@@ -105,7 +105,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     with quiet(), _held_back():
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         # Unpacked in fp32 and rounded once: packed weights cannot be saved, and bf16 arithmetic would round twice.
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,
             dtype=torch.float32,

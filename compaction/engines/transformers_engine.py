@@ -20,7 +20,7 @@ from compaction.engines.detokenize import Detokenizer
 from compaction.engines.generation import Prefilled, TransformersGeneration
 from compaction.engines.live_cache import Forward, LiveCache, common_prefix
 from compaction.engines.loading import config_of, load, window_of
-from compaction.engines.reasons import Request, why_prefilled
+from compaction.engines.reasons import Held, Request, why_prefilled
 from compaction.engines.sampling import Sampling, greedy
 from compaction.errors import EngineError, InvalidInput
 from compaction.kv.geometry import KVGeometry
@@ -127,7 +127,7 @@ class TransformersEngine:
             if held.running:
                 raise EngineError(f"conversation {conversation!r} is still generating: finish that reply or close() it")
             request = Request.of(messages, tools)
-            reason, kept = self._align(held, wanted, request, why)
+            reason, kept = self._align(held, wanted, messages, request, why)
             held.prompt, held.request, held.reply = len(wanted), request, None
             logits = self._prefill(held.live, wanted[kept:])
             prefilled = Prefilled(logits, len(wanted), kept, reason, started)
@@ -217,21 +217,15 @@ class TransformersEngine:
             )
         return wanted
 
-    def _align(self, held: _Conversation, wanted: list[int], request: Request, hint: str) -> tuple[str, int]:
+    def _align(
+        self, held: _Conversation, wanted: list[int], messages: _Messages, request: Request, hint: str
+    ) -> tuple[str, int]:
         """Crop the cache to what it shares with the wanted ids; returns why tokens go in again, and how many stay."""
         live = held.live
         shared = common_prefix(live.ids, wanted)
-        why = why_prefilled(
-            live.ids,
-            wanted,
-            shared,
-            prompt=held.prompt,
-            opening=self._opening,
-            before=held.request,
-            now=request,
-            hint=hint,
-            decode=self._text_of,
-        )
+        said = held.reply.result.text if held.reply and held.reply.result else None
+        stood = Held(live.ids, held.prompt, self._opening, held.request, said)
+        why = why_prefilled(stood, wanted, shared, messages, request, hint=hint, decode=self._text_of)
         keep = min(shared, len(wanted) - 1)  # one token at least is fed: without it there are no logits
         grows_only = live.stateful and len(wanted) - keep > 1  # many such layers continue by single tokens only
         if grows_only or not live.crop(keep):

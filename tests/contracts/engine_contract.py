@@ -117,7 +117,8 @@ class EngineContract:
     def test_closing_cancels(self, engine: Engine) -> None:
         """`close()` ends a running reply as cancelled, with what was said so far."""
         generation = engine.generate("c", HELLO, None, max_new_tokens=50)
-        said = next(iter(generation), "")
+        pieces = iter(generation)
+        said = next(pieces, "")
 
         generation.close()
         generation.close()

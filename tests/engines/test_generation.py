@@ -108,7 +108,8 @@ def test_one_reply_at_a_time(tiny: TransformersEngine) -> None:
 def test_forgetting_cancels_a_running_reply(tiny: TransformersEngine) -> None:
     """`forget_reply` and `release` may come while a reply runs; it then says so."""
     generation = tiny.generate("c", ASK, None, max_new_tokens=20)
-    next(iter(generation))
+    pieces = iter(generation)
+    next(pieces)
 
     tiny.forget_reply("c")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from compaction.engines import TransformersEngine
-from compaction.engines.reasons import Request, why_prefilled
-from tests.builders import assistant, user
+from compaction.engines.reasons import Held, Request, why_prefilled
+from tests.builders import assistant, tool_schema, user
 from tests.fixtures_models import tiny_model, tiny_tokenizer
 
 Messages = list[dict[str, Any]]
@@ -91,15 +91,42 @@ def test_a_template_that_rewrites_history(talk: Messages) -> None:
     assert turn(engine, talk) == "template"
 
 
-@pytest.mark.parametrize(("again", "expected"), [("abc!", "retokenized"), ("abx!", "edited")])
-def test_same_text_other_ids(again: str, expected: str) -> None:
-    """A reply whose text stands there again in other ids was retokenized; other text was edited."""
+@pytest.mark.parametrize(
+    ("again", "content", "expected"),
+    [("abc!", "abc", "retokenized"), ("abx!", "abx", "edited"), ("bc!", "abc", "template")],
+)
+def test_the_reply_in_other_ids(again: str, content: str, expected: str) -> None:
+    """The same text in other ids, other text, and a message that is the same but rendered otherwise."""
     request = Request.of([user("q")], None)
-    held, wanted = [1, 2, 97, 98, 99], [1, 2, 300, 33]
+    held = Held([1, 2, 97, 98, 99], 2, 1, request, "abc")
     texts = {(97, 98, 99): "abc", (300, 33): again}
+    messages = [user("q"), assistant(content)]
 
     reason = why_prefilled(
-        held, wanted, 2, prompt=2, opening=1, before=request, now=request, hint="", decode=lambda ids: texts[tuple(ids)]
+        held, [1, 2, 300, 33], 2, messages, Request.of(messages, None), hint="", decode=lambda ids: texts[tuple(ids)]
     )
 
     assert reason == expected
+
+
+def test_a_dropped_reply_is_an_edit(tiny: TransformersEngine, talk: Messages) -> None:
+    """A generated reply that the next request leaves out, without having been forgotten."""
+    turn(tiny, talk[:3])
+
+    assert turn(tiny, [*talk[:3], user("again?")]) == "edited"
+
+
+def test_a_clamp_in_the_middle_is_a_compaction(tiny: TransformersEngine, talk: Messages) -> None:
+    """An older message cut short, with later ones still there."""
+    turn(tiny, talk)
+
+    assert turn(tiny, [*talk[:2], user("[40 characters removed]"), *talk[3:]]) == "compaction"
+
+
+def test_other_tools_are_an_edit(tiny: TransformersEngine, talk: Messages) -> None:
+    """Tools stand in the prompt too."""
+    turn(tiny, talk)
+    generation = tiny.generate("c", talk, [tool_schema()], max_new_tokens=2)
+    list(generation)
+
+    assert generation.result is not None and generation.result.usage.why == "edited"
