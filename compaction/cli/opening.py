@@ -1,0 +1,82 @@
+"""What commands open: a log that is there, a log to write, an engine.
+
+Invariant: opening a log to read it creates no file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from compaction.cli.output import errors
+from compaction.errors import LogMissing
+
+if TYPE_CHECKING:
+    from compaction.budget import Budget
+    from compaction.engines import TransformersEngine
+    from compaction.ports import Policy
+    from compaction.store import AuditLog, MemoryLog
+
+__all__ = ["budget_of", "engine_of", "existing_log", "log_of", "policy_of"]
+
+
+def existing_log(path: str) -> AuditLog:
+    """A log that exists.
+
+    Raises LogMissing where there is none (nothing is created), and what `AuditLog` raises.
+    """
+    from compaction.errors import NotALog
+    from compaction.store import AuditLog
+
+    file = Path(path)
+    if not file.exists():
+        raise LogMissing(f"{path}: no such log, and none was created: give the file that `run --log` or `chat --log` wrote")
+    if file.is_file() and file.stat().st_size == 0:
+        raise NotALog(f"{path}: an empty file, not a compaction log: give the file that `run --log` or `chat --log` wrote")
+    return AuditLog(path)
+
+
+def log_of(path: str | None, durability: str = "full") -> AuditLog | MemoryLog:
+    """The log to write to; None: one in memory, gone with the process."""
+    from compaction.store import AuditLog, MemoryLog
+
+    level: Literal["full", "normal"] = "normal" if durability == "normal" else "full"
+    return MemoryLog() if path is None else AuditLog(path, durability=level)
+
+
+def policy_of(text: str | None) -> Policy:
+    """The policy of a `--policy` option. Raises InvalidPolicy with what there is."""
+    from compaction.plugins import parse_policy
+    from compaction.policies import default_policy
+
+    return default_policy() if text is None else parse_policy(text)
+
+
+def budget_of(tokens: int | None, kv_bytes: str | None, reserve: int | None = None) -> Budget:
+    """The budget of the options. Raises InvalidBudget, in the words of the command line."""
+    from compaction.budget import Budget
+    from compaction.errors import InvalidBudget
+
+    if tokens is None and kv_bytes is None:
+        raise InvalidBudget("no budget: give --budget TOKENS, --kv-budget BYTES, or both")
+    return Budget(tokens=tokens, kv_bytes=kv_bytes, reserve=reserve)
+
+
+def engine_of(model: str, device: str | None) -> TransformersEngine:
+    """The model, loaded. Raises ModelNotFound or EngineError, and EngineError where the extra is not installed."""
+    from compaction.errors import EngineError
+
+    shown = errors()
+    with shown.status(f"loading {model} …") if shown.is_terminal else _Quiet():
+        try:
+            from compaction.engines import TransformersEngine
+
+            return TransformersEngine(model, device=device)
+        except ImportError as exc:
+            raise EngineError(f"a local model needs torch and transformers ({exc}): pip install 'kv-compaction[model]'") from exc
+
+
+class _Quiet:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
