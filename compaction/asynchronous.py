@@ -25,8 +25,8 @@ async def in_thread(start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
         loop.call_soon_threadsafe(queue.put_nowait, (done, item))
 
     def work() -> None:
-        items = start()
         try:
+            items = start()
             for item in items:
                 put(False, item)
                 if cancelled.is_set():

@@ -6,7 +6,6 @@ Invariant: a scripted model remembers what it was sent and does what its script 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from compaction.budget import Budget
@@ -24,15 +23,9 @@ Message = dict[str, Any]
 
 def make_manager(tokens: int = 100_000, log: Any = None) -> SessionManager:
     """A manager whose counts, clock, ids and salts are fakes; log and policy are real."""
-    return SessionManager(
-        policy=Truncate(),
-        budget=Budget(tokens=tokens),
-        log=log if log is not None else MemoryLog(),
-        counter=FakeCounter(),
-        clock=FakeClock(),
-        ids=fake_ids,
-        rng=FakeRng(),
-    )
+    fakes: dict[str, Any] = {"counter": FakeCounter(), "clock": FakeClock(), "ids": fake_ids, "rng": FakeRng()}
+    real: dict[str, Any] = {"policy": Truncate(), "log": log if log is not None else MemoryLog()}
+    return SessionManager(budget=Budget(tokens=tokens), **real, **fakes)
 
 
 class Model:
@@ -97,5 +90,5 @@ def kinds(manager: SessionManager, conversation: str = "c") -> list[str]:
 
 def verified(manager: SessionManager) -> bool:
     """Whether the log proves itself."""
-    verify: Callable[[], Any] = manager.log.verify  # type: ignore[attr-defined]
-    return bool(verify().ok)
+    log: Any = manager.log
+    return bool(log.verify().ok)

@@ -12,6 +12,8 @@ from compaction.matching import same
 from tests.builders import assistant, call, system, tool, tool_batch, user
 from tests.middleware.scripted import Chunk, Model, history, kinds, make_manager, matches, verified
 
+RETRIED_TURNS = 8
+
 
 def test_a_growing_history_is_appended_and_never_rewound() -> None:
     """Three turns with the whole history each leave one `appended` event a message and no `rewound`."""
@@ -60,7 +62,7 @@ def test_a_retry_without_the_last_reply_takes_it_back() -> None:
     ],
 )
 def test_a_divergence_is_rewound_and_appended(edit: Any) -> None:
-    """However the list parts from the history, afterwards the history is the list and the reply, and the log says so."""
+    """However the list parts from the history, the history becomes the list and the reply, and the log says so."""
     manager, model = make_manager(), Model()
     ask = manager.wrap(conversation="c")(model)
     messages = [user("one")]
@@ -99,6 +101,22 @@ def test_pins_survive_a_rewind() -> None:
     assert manager.session("c").state.pins == pins
 
 
+def test_unpinning_survives_a_rewind_too() -> None:
+    """What the caller let go of after the message that differs stays let go of; whole-message pins are kept."""
+    manager = make_manager()
+    ask = manager.wrap(conversation="c")(Model())
+    ask([user("the rule"), user("one")])
+    session = manager.session("c")
+    rule, question = list(session.state.history)[:2]
+    session.pin(rule, 0, 3)
+    ask([user("the rule"), user("one"), assistant("ok 1"), user("two")])
+    session.unpin(rule)
+    session.pin(question)
+    ask([user("the rule"), user("one"), assistant("ok 1"), user("two, edited")])
+
+    assert [(pin.message_id, pin.path) for pin in manager.session("c").state.pins] == [(question, "")]
+
+
 @pytest.mark.parametrize(
     ("bad", "index"),
     [
@@ -133,11 +151,15 @@ def test_an_empty_list_discards_nothing() -> None:
 
 def test_a_tool_loop_with_ids_that_repeat() -> None:
     """Call ids that come back in every batch are told apart by position."""
-    manager, model = make_manager(), Model(*[assistant(None, calls=[call("c0", query=str(n))]) for n in range(3)], "done")
+    manager, model = (
+        make_manager(),
+        Model(*[assistant(None, calls=[call("c0", query=str(n))]) for n in range(3)], "done"),
+    )
     ask = manager.wrap(conversation="c")(model)
     messages: list[Any] = [user("go")]
-    while (reply := ask(messages)) != "done":
-        messages += [reply, tool("c0", f"result {len(messages)}")]
+    for n in range(3):
+        messages += [ask(messages), tool("c0", f"result {n}")]
+    ask(messages)
 
     assert history(manager.session("c")) == [*messages, assistant("done")]
     assert "rewound" not in kinds(manager)
@@ -154,7 +176,7 @@ def test_calls_without_results_are_named() -> None:
 
 def test_a_reply_object_comes_back_as_object_or_dict() -> None:
     """An SDK object recorded as a reply equals the object, its dict with nulls, and the bare role and content."""
-    reply = {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
+    reply: dict[str, Any] = {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
     full = {**reply, "audio": None, "tool_calls": None}
     for comes_back in (Chunk(**reply), reply, full, assistant("hi")):
         manager = make_manager()
@@ -204,3 +226,16 @@ def test_a_fork_goes_on_by_itself_and_cannot_rewind_what_it_shares() -> None:
     with pytest.raises(InvalidInput, match="forked"):
         ask([user("other")], thread="f")
     assert matches(manager.session("c"), [user("one"), first]) and history(manager.session("f")) == forked
+
+
+def test_many_retries_stay_cheap() -> None:
+    """A loop that takes back each reply once: the log grows by the turn, and the last turn costs what the first did."""
+    manager = make_manager()
+    ask = manager.wrap(conversation="c")(Model())
+    messages: list[Any] = []
+    for n in range(RETRIED_TURNS):
+        messages.append(user(f"{n}"))
+        ask(messages)
+        messages.append(assistant(ask(messages)))
+
+    assert history(manager.session("c")) == messages and kinds(manager).count("rewound") == RETRIED_TURNS

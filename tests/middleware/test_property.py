@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 from hypothesis import given, settings
@@ -33,7 +34,11 @@ def edited(draw: st.DrawFn, messages: list[Any]) -> list[Any]:
             at -= 1
         return [*messages[:at], user(draw(texts()))]
     if kind == "branch":
-        return [*messages[:1], assistant("another way"), user(draw(texts()))] if messages[0]["role"] != "tool" else messages
+        return (
+            [*messages[:1], assistant("another way"), user(draw(texts()))]
+            if messages[0]["role"] != "tool"
+            else messages
+        )
     return [user(draw(texts()))] if kind == "replace" else messages
 
 
@@ -56,10 +61,8 @@ def test_the_history_is_always_the_last_list_and_the_reply(data: st.DataObject, 
         if _waits(messages):
             messages = [*messages, user("go on")]
         before = copy.deepcopy(messages)
-        try:
+        with suppress(BudgetUnsatisfiable):
             messages = [*messages, assistant(ask(messages))]
-        except BudgetUnsatisfiable:
-            pass
         assert messages[: len(before)] == before
         assert matches(manager.session("c"), messages)
         assert all(manager.settings.counter.request(sent, None) <= tokens for sent in model.sent)

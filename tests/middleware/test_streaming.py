@@ -191,13 +191,34 @@ def test_a_newer_call_of_the_same_reader_takes_over() -> None:
         next(old)
 
 
+async def test_a_newer_call_in_a_task_closes_a_sync_stream() -> None:
+    """A sync stream left open in a task does not hang an async call there."""
+    manager = make_manager()
+    wrap = manager.wrap(conversation="c")
+    old = wrap(letters)(ONE)
+    next(old)
+    new = [piece async for piece in wrap(aletters)(ONE)]
+
+    assert new == ["a", "b", "c"] and interrupted(manager) == ["a"]
+
+
+async def test_an_async_stream_is_a_context_manager() -> None:
+    """Leaving the block, or `close()`, cuts the reply off once; reading on then simply ends."""
+    manager = make_manager()
+    async with await manager.wrap(conversation="c")(ahanded_out)(ONE) as stream:
+        await stream.__anext__()
+    await stream.close()
+
+    assert [piece async for piece in stream] == [] and interrupted(manager) == ["a"]
+
+
 async def test_a_newer_call_of_the_same_task_takes_over() -> None:
     """The same for async streams, in one task."""
     manager = make_manager()
     ask = manager.wrap(conversation="c")(ahanded_out)
     old = await ask(ONE)
     await old.__anext__()
-    new = [piece async for piece in await asyncio.wait_for(ask(ONE), 5)]
+    new = [piece async for piece in await ask(ONE)]
 
     assert new == ["a", "b", "c"] and interrupted(manager) == ["a"]
     with pytest.raises(InvalidInput, match="newer call"):
@@ -206,7 +227,7 @@ async def test_a_newer_call_of_the_same_task_takes_over() -> None:
 
 @pytest.mark.parametrize("at_call", [True, False])
 def test_a_stream_refused_before_its_first_piece_is_retried(at_call: bool) -> None:
-    """ "Too long" starts one smaller request, whether the call raises or the first piece; the reader sees one stream."""
+    """One smaller request, whether the call says "too long" or its first piece; the reader sees one stream."""
     manager, sent = make_manager(), []
 
     def model(messages: Any) -> Iterator[str]:
@@ -231,7 +252,8 @@ async def test_an_async_stream_refused_before_its_first_piece_is_retried_once() 
     @manager.wrap(conversation="c")
     async def call_model(messages: Any) -> AsyncIterator[str]:
         sent.append(messages)
-        raise Refused("prompt is too long")
+        if messages:
+            raise Refused("prompt is too long")
         yield ""
 
     with pytest.raises(Refused):
@@ -242,8 +264,10 @@ async def test_an_async_stream_refused_before_its_first_piece_is_retried_once() 
 
 CALL = [
     chunk(role="assistant", content=None),
-    chunk(tool_calls=[{"index": 1, "id": "b", "type": "function", "function": {"name": "run", "arguments": ""}}]),
-    chunk(tool_calls=[{"index": 0, "id": "a", "type": "function", "function": {"name": "lookup", "arguments": '{"q"'}}]),
+    chunk(tool_calls=[{"index": 1, "id": "b", "function": {"name": "run", "arguments": ""}}]),
+    chunk(
+        tool_calls=[{"index": 0, "id": "a", "type": "function", "function": {"name": "lookup", "arguments": '{"q"'}}]
+    ),
     chunk(tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}, {"index": 1, "function": {"arguments": "{}"}}]),
     chunk(finish_reason="tool_calls"),
     chunk(usage={"prompt_tokens": 7, "completion_tokens": 3}),
@@ -274,6 +298,14 @@ def test_only_the_first_choice_counts() -> None:
         ([chunk(refusal="I "), chunk(refusal="won't")], {**assistant(None), "refusal": "I won't"}),
         ([chunk(content="\ud83d"), chunk(content="\ude00")], assistant("😀")),
         ([], assistant("")),
+        (
+            [
+                chunk(tool_calls=[{"id": "a", "function": {"name": "f"}}]),
+                chunk(tool_calls=[{"function": {"arguments": "{}"}}]),
+            ],
+            assistant(None, calls=[{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]),
+        ),
+        ([chunk(content="hm", audio={"id": "x"})], {**assistant("hm"), "audio": {"id": "x"}}),
     ):
         manager = make_manager()
         list(manager.wrap(conversation="c")(lambda messages, pieces=chunks: iter(pieces))(ONE))

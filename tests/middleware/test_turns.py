@@ -59,7 +59,7 @@ def test_threads_take_turns_on_a_conversation() -> None:
 
 
 async def test_tasks_take_turns_on_a_conversation() -> None:
-    """More tasks than the pool has threads wait without using any: all finish, none overlap, in order."""
+    """Tasks of two conversations: none of the same overlap, each comes in its order."""
     manager, busy, order = make_manager(), Busy(), []
 
     @manager.wrap(conversation=lambda messages, **kw: kw["thread"])
@@ -70,12 +70,25 @@ async def test_tasks_take_turns_on_a_conversation() -> None:
         busy.leave(thread)
         return "ok"
 
-    calls = [call_model([user(f"{n}")], thread="ab"[n % 2], n=n) for n in range(60)]
+    calls = [call_model([user(f"{n}")], thread="ab"[n % 2], n=n) for n in range(16)]
     await asyncio.wait_for(asyncio.gather(*calls), 30)
 
     assert (busy.most["a"], busy.most["b"], busy.most["all"]) == (1, 1, 2)
-    assert [n for thread, n in order if thread == "a"] == list(range(0, 60, 2))
-    assert history(manager.session("a")) == [user("58"), assistant("ok")]
+    assert [n for thread, n in order if thread == "a"] == list(range(0, 16, 2))
+    assert history(manager.session("a")) == [user("14"), assistant("ok")]
+
+
+async def test_waiting_tasks_use_no_thread() -> None:
+    """More tasks wait than the pool has threads, and the one whose turn it is still gets a thread to work in."""
+    turns = Turns()
+
+    async def work() -> None:
+        place = await turns.aenter("c")
+        await settled(time.sleep, 0)
+        turns.leave(place)
+
+    await asyncio.wait_for(asyncio.gather(*(work() for _ in range(200))), 30)
+    assert turns.holder("c") is None
 
 
 async def test_threads_and_tasks_share_the_turns() -> None:
