@@ -6,6 +6,7 @@ promises of the protocol it stands for. `check_conservation` is the library's fi
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from compaction.messages import Message, dumps, leaves, resolve
+from compaction.plan import Span
 from compaction.ports import Summary
-from compaction.view import Discard, Entry, Span
+from compaction.view import Discard, Entry
 
 __all__ = [
     "ConservationError",
@@ -70,7 +72,7 @@ class FakeCounter:
         """The whole request."""
         lead = next((i for i, m in enumerate(messages) if m["role"] not in {"system", "developer"}), len(messages))
         rest = messages[lead:]
-        shared = sum(a["role"] == b["role"] for a, b in zip(rest, rest[1:], strict=False)) if self.merge_roles else 0
+        shared = sum(a["role"] == b["role"] for a, b in itertools.pairwise(rest)) if self.merge_roles else 0
         return self.head(messages[:lead], tools) + sum(map(self.message, rest)) - self.around * shared
 
     def text(self, text: str) -> int:
@@ -217,7 +219,7 @@ def _check_ranges(message: Message, parts: Sequence[Span]) -> None:
             string = None
         if not isinstance(string, str) or not 0 <= span.start < span.end <= len(string):
             raise ConservationError(message.id, f"has no text {span.path}[{span.start}:{span.end}]")
-    for one, two in zip(ordered, ordered[1:], strict=False):
+    for one, two in itertools.pairwise(ordered):
         if one.path == two.path and two.start < one.end:
             raise ConservationError(message.id, f"{two.path}[{two.start}:{one.end}] is out twice")
 

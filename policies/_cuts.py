@@ -23,14 +23,18 @@ _ASKS = 6
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Legal ends of a drop that begins at `ends[0]`, and how many tokens go with each; both never fall."""
+    """Ends of a drop that begins at `ends[0]`, and how many tokens are free after each.
+
+    `best[i]` is the most that any of the first i + 1 frees: with a user entry held back, a later end may free less.
+    """
 
     ends: Sequence[int]
     freed: Sequence[int]
+    best: Sequence[int]
 
     def reaching(self, tokens: int) -> int:
         """Index of the first cut that frees so many tokens; the last one where none does."""
-        return min(bisect_left(self.freed, tokens), len(self.ends) - 1)
+        return min(bisect_left(self.best, tokens), len(self.ends) - 1)
 
     def before(self, end: int) -> int:
         """Index of the last cut that does not go beyond `end`."""
@@ -38,7 +42,10 @@ class Cuts:
 
 
 def cuts_from(view: View, start: int, *, summaries: bool = True) -> Cuts:
-    """Where a drop that begins at entry `start` may end; without `summaries`, derived entries count as staying."""
+    """Where a drop that begins at entry `start` may end; without `summaries`, derived entries count as staying.
+
+    For a drop behind something that stays, or with a summary in its place: who comes first does not change.
+    """
     units = view.units
     if start > view.leading:
         units = units[bisect_left([unit.start for unit in units], start) :]
@@ -48,12 +55,34 @@ def cuts_from(view: View, start: int, *, summaries: bool = True) -> Cuts:
         entries = view.entries
         gains = [0 if unit.kept or entries[unit.start].text is not None else unit.tokens for unit in units]
     freed = [0, *accumulate(gains)]
-    ends = [start, *(unit.end for unit in units)]
-    if not view.user_first:
-        return Cuts(ends, freed)
-    legal = {start, *view.legal_cuts}
-    pairs = [(end, gone) for end, gone in zip(ends, freed, strict=True) if end in legal]
-    return Cuts([end for end, _ in pairs], [gone for _, gone in pairs])
+    return Cuts([start, *(unit.end for unit in units)], freed, freed)
+
+
+def _oldest_cuts(view: View) -> Cuts:
+    """Where a drop of everything after the leading entries may end.
+
+    Where a user entry has to come first, the one nearest before what stays is held back: an agent's run of batches
+    after one task can then be cut anywhere, not only before the next user entry.
+    """
+    entries = view.entries
+    if not view.user_first or len(entries) == view.leading or entries[view.leading].role != "user":
+        return cuts_from(view, view.leading)
+    ends, freed = [view.leading], [0]
+    gone, anchor = 0, 0
+    held: int | None = None
+    units = view.units
+    for index, unit in enumerate(units):
+        is_user = entries[unit.start].role == "user"
+        if unit.kept:
+            held = (0 if is_user else anchor) if held is None else held
+        else:
+            gone += unit.tokens
+            anchor = unit.tokens if is_user else anchor
+        following = index + 1 == len(units) or entries[unit.end].role == "user"
+        back = held if held is not None else (0 if following else anchor)
+        ends.append(unit.end)
+        freed.append(gone - back)
+    return Cuts(ends, freed, list(accumulate(freed, max)))
 
 
 def tail_start(view: View, keep_last: int) -> int:
@@ -82,9 +111,9 @@ def drop_units(view: View, gone: Sequence[Unit], reason: str) -> Plan:
 
 
 def _user_first(view: View, gone: Sequence[Unit]) -> Sequence[Unit]:
-    """`gone` without the user unit that has to come before a pinned assistant or batch.
+    """`gone` without the user unit that has to come before what stays.
 
-    Legal cuts say where a drop may end, but a pinned unit before the cut stays as well and may then stand first.
+    That may stand behind the cut, or before it, where it is pinned.
     """
     entries = view.entries
     if not gone or not view.user_first or entries[view.leading].role != "user":
@@ -105,7 +134,7 @@ def drop_oldest(view: View, target: Target, keep_last: int) -> Plan:
 
 
 def _oldest(view: View, target: Target, keep_last: int) -> Plan:
-    cuts = cuts_from(view, view.leading)
+    cuts = _oldest_cuts(view)
     wanted = min(cuts.reaching(view.tokens - target.want), cuts.before(tail_start(view, keep_last)))
     needed = cuts.reaching(view.tokens - target.must)
     return drop_units(view, units_between(view, view.leading, cuts.ends[max(wanted, needed)]), "oldest first")

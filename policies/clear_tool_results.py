@@ -70,19 +70,17 @@ class ClearToolResults:
         candidates = self._candidates(view) if need > 0 else []
         if not candidates:
             return Plan()
-        longest = max(clamp.clamp.end for clamp in candidates)
-        left_over = view.count(marker(longest))
+        # The largest is cleared for a try: what a message costs besides its text cannot be known otherwise.
+        longest = max(candidates, key=lambda candidate: candidate.clamp.end)
+        left_over = view.after(Plan((longest.clamp,))).changed[0][1]
         taken, plan = 0, Plan()
         for _ in range(_ROUNDS):
             while taken < len(candidates) and need > 0:
                 need -= candidates[taken].tokens - left_over
                 taken += 1
-            plan = _shrinking(view, [candidate.clamp for candidate in candidates[:taken]])
-            missing = view.after(plan).tokens - target.want
-            if missing <= 0 or taken == len(candidates):
+            plan, need = _shrinking(view, candidates[:taken], target)
+            if need <= 0 or taken == len(candidates):
                 break
-            # What a message costs besides its text is not known beforehand: measured, then a few more.
-            need = max(missing, 1)
         return plan
 
     def _candidates(self, view: View) -> list[_Candidate]:
@@ -114,8 +112,11 @@ class ClearToolResults:
                 names = {call["id"]: str((call.get("function") or {}).get("name")) for call in calls}
 
 
-def _shrinking(view: View, clamps: list[Clamp]) -> Plan:
-    """The plan without clamps that would make their message no smaller."""
-    before = {entry.id: entry.tokens for entry in view.entries}
-    after = dict(view.after(Plan(tuple(clamps))).changed)
-    return Plan(tuple(clamp for clamp in clamps if after[clamp.message_id] < before[clamp.message_id]))
+def _shrinking(view: View, candidates: list[_Candidate], target: Target) -> tuple[Plan, int]:
+    """The plan without clamps that would make their message no smaller, and the tokens it is short of the target."""
+    applied = view.after(Plan(tuple(candidate.clamp for candidate in candidates)))
+    after = dict(applied.changed)
+    good = [c.clamp for c in candidates if after[c.clamp.message_id] < c.tokens]
+    if len(good) < len(candidates):
+        applied = view.after(Plan(tuple(good)))
+    return Plan(tuple(good)), applied.tokens - target.want

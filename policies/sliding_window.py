@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from compaction.budget import Target
 from compaction.plan import Plan
 from compaction.policies._checks import need_integer, need_share
-from compaction.policies._cuts import cuts_from, drop_units, settle, tail_start, units_between
+from compaction.policies._cuts import cuts_from, drop_oldest, drop_units, settle, tail_start, units_between
 from compaction.view import View
 
 __all__ = ["SlidingWindow"]
@@ -57,6 +57,8 @@ class SlidingWindow:
         if view.tokens <= target.want:
             return Plan()
         sinks = self._sinks(view, target)
+        if sinks == 0:
+            return drop_oldest(view, target, self.keep_last)
         return settle(view, target, lambda goal: self._cut(view, goal, sinks))
 
     def _sinks(self, view: View, target: Target) -> int:
@@ -69,7 +71,7 @@ class SlidingWindow:
         return min(self.sinks, len(view.units))
 
     def _cut(self, view: View, target: Target, sinks: int) -> Plan:
-        start = view.units[sinks - 1].end if sinks else view.leading
+        start = view.units[sinks - 1].end
         cuts = cuts_from(view, start)
         wanted = min(cuts.reaching(view.tokens - target.want), cuts.before(tail_start(view, self.keep_last)))
         needed = cuts.reaching(view.tokens - target.must)
