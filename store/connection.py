@@ -159,6 +159,7 @@ def _touch(path: str) -> None:
     """Make sure that the file exists, is ours to write, and looks like SQLite."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        _sync_folder(path)
     except FileExistsError:
         pass
     except FileNotFoundError as exc:
@@ -176,6 +177,15 @@ def _touch(path: str) -> None:
         raise LogReadOnly(f"{path}: cannot be read ({exc.strerror}): check the permissions of file and folder") from exc
     if start not in (b"", _MAGIC):
         raise NotALog(f"{path}: not a compaction log: give another path, it is left as it was")
+
+
+def _sync_folder(path: str) -> None:
+    """Make the new file's name durable too; SQLite does so for its own companions only."""
+    folder = os.open(Path(path).parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _refuse_strangers(db: Database, path: str) -> None:

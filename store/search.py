@@ -66,10 +66,15 @@ def indexed(connection: sqlite3.Connection) -> int | None:
 
 
 def indexable(span: SpanRow) -> str:
-    """The words of a span: its text, for a whole message the strings in it; what UTF-8 cannot hold becomes a space."""
+    """The words of a span: its text, for a whole message the strings in it but its role.
+
+    What UTF-8 cannot hold becomes "?", a NUL a space.
+    """
     if span.text is None:
         return ""
-    words = "\n".join(string for _, string in leaves(json.loads(span.text))) if span.path == "" else span.text
+    words = span.text
+    if span.path == "":
+        words = "\n".join(string for path, string in leaves(json.loads(span.text)) if path != "/role")
     return words.encode("utf-8", "replace").decode("utf-8").replace("\x00", " ")
 
 

@@ -1,7 +1,7 @@
 """The log against bare `sqlite3`: bytes on disk, time of a commit, time of a verification.
 
-The comparator inserts the same bytes (message JSON, payload and hash as the log has them) into one plain table, with the
-same pragmas and as many commits. Repetitions alternate; ratios are medians with their spread.
+The comparator inserts the same bytes (message JSON, payload and hash, as the log has them) into one plain table, with
+the same pragmas and as many commits. Repetitions alternate; ratios are medians with their spread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compaction.store import AuditLog
 
 __all__ = ["airline", "bytes_ratio", "fill", "run"]
 
-AIRLINE = Path("/work/shared/data/tau_bench_airline_gpt4o.jsonl.gz")
+AIRLINE = Path(__file__).resolve().parents[3] / "shared" / "data" / "tau_bench_airline_gpt4o.jsonl.gz"
 AT = "2026-01-01T00:00:00.000000Z"
 Turn = tuple[str, int, str, str]  # conversation, seq, role, message JSON
 

@@ -27,6 +27,7 @@ from compaction.errors import (
 )
 from compaction.events import NewEvent
 from compaction.store import AuditLog
+from compaction.store.schema import APPLICATION_ID
 from tests.contracts.log_contract import AT, append, appended, story
 
 USER = {"role": "user", "content": "x"}
@@ -129,6 +130,20 @@ def test_a_newer_log_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(LogNewer, match="m999"):
         AuditLog(path)
+
+
+def test_a_failed_migration_leaves_nothing(tmp_path: Path) -> None:
+    """A step that cannot be applied is rolled back whole, its record included."""
+    path = tmp_path / "a.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute("CREATE TABLE bodies(x)")
+
+    with pytest.raises(LogError, match="bodies already exists"):
+        AuditLog(path)
+
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("bodies",)]
 
 
 def test_a_locked_log_says_so(tmp_path: Path) -> None:

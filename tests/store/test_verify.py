@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from compaction.errors import LogError
+from compaction.errors import LogError, LogMissing
+from compaction.events import NewEvent, chain
 from compaction.store import AuditLog, MemoryLog, VerifyReport
-from tests.contracts.log_contract import AT, append, committed, story
+from tests.contracts.log_contract import AT, append, committed, note, story
 
 COLUMNS = {
     "events": ("id", "conversation", "seq", "kind", "at", "payload", "hash"),
@@ -286,3 +287,103 @@ def _dump(path: Path) -> list[object]:
     with closing(sqlite3.connect(path)) as connection:
         connection.text_factory = bytes
         return [connection.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in COLUMNS]
+
+
+def rechain(connection: sqlite3.Connection) -> int:
+    """Compute every hash anew, as a forger would who knows how."""
+    previous = b""
+    rows = connection.execute("SELECT id, conversation, seq, kind, at, payload FROM events ORDER BY id").fetchall()
+    for row in rows:
+        previous = chain(previous, *row)
+        connection.execute("UPDATE events SET hash = ? WHERE id = ?", (previous, row[0]))
+    return len(rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ("UPDATE events SET id = 99 WHERE id = 11", "id"),
+        ("UPDATE events SET seq = 99 WHERE id = 11", "seq"),
+        ("UPDATE events SET payload = '{}' WHERE kind = 'usage'", "payload"),
+        ("UPDATE events SET payload = '[' WHERE kind = 'reanchored' OR kind = 'usage'", "payload"),
+        ("UPDATE events SET kind = 'nonsense' WHERE kind = 'usage'", "payload"),
+    ],
+)
+def test_a_forged_chain_still_has_to_make_sense(path: Path, change: str, column: str) -> None:
+    """Hashes that fit do not help a gap in ids or seqs, nor a payload that no event of its kind can have."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE spans_fts")
+    tamper(path, lambda c: [c.execute("DROP INDEX events_message"), c.execute(change), rechain(c)])
+
+    assert column in {problem.column for problem in report(path).problems if problem.table == "events"}
+
+
+def test_a_forged_chain_does_not_fit_an_outside_head(path: Path) -> None:
+    """History that was rewritten with all its hashes verifies alone, and not against a head kept outside."""
+    with AuditLog(path) as log:
+        head = log.head()
+    tamper(path, lambda c: [c.execute("UPDATE events SET at = '2020' WHERE id = 2"), rechain(c)])
+
+    assert (report(path).ok, report(path, head).ok) == (True, False)
+
+
+def test_a_well_sealed_stowaway_is_found(path: Path) -> None:
+    """A text with the right digest that no event names does not belong here."""
+    text = note("stowaway", 99)
+    insert = "INSERT INTO texts VALUES (?, ?, ?, NULL)"
+    tamper(path, lambda c: c.execute(insert, (text.digest.hex(), text.salt, text.body)))
+
+    assert [(problem.table, problem.row) for problem in report(path).problems] == [("texts", text.digest.hex())]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE texts SET salt = NULL, body = NULL WHERE body = 'old'",
+        "UPDATE texts SET body = CAST(body AS BLOB) WHERE body = 'old'",
+        "UPDATE texts SET body = 'x' WHERE shared IS NOT NULL",
+        "UPDATE texts SET body = NULL WHERE body = 'old'",
+    ],
+)
+def test_a_text_in_a_state_it_cannot_have_is_found(path: Path, change: str) -> None:
+    """Erased without an event that says so, of another type, with two bodies, or with a salt and no body."""
+    tamper(path, lambda c: c.execute(change))
+
+    assert "texts" in {problem.table for problem in report(path).problems}
+
+
+def test_a_damaged_sql_index_is_found(path: Path) -> None:
+    """An index that disagrees with its table would hide rows from queries: SQLite's own check is part of verify."""
+    with closing(sqlite3.connect(path)) as connection:
+        page = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'span_ids_id'").fetchone()[0]
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+        span_id = connection.execute("SELECT id FROM span_ids").fetchone()[0].encode()
+    raw = bytearray(path.read_bytes())
+    place = raw.index(span_id, (page - 1) * size)
+    raw[place] ^= 1
+    path.write_bytes(raw)
+
+    assert place < page * size and "database" in {problem.table for problem in report(path).problems}
+
+
+def test_problems_read_as_one_line(path: Path) -> None:
+    """Table, column, row and what is wrong."""
+    tamper(path, lambda c: c.execute("UPDATE events SET seq = 77 WHERE id = 11"))
+
+    assert str(report(path).problems[0]) == "events.seq row 11: seq 77 of 'f' comes after seq 1"
+
+
+def test_an_erased_text_is_fine_where_an_event_says_so(path: Path) -> None:
+    """Redaction removes body and salt; the chain, which holds digests only, still verifies."""
+    with AuditLog(path) as log:
+        digest = log.events("c").__next__().payload["tools"]
+        log.commit("c", log.seq("c"), [NewEvent("redacted", AT, {"texts": [digest]})])
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TRIGGER texts_update")
+        connection.execute("UPDATE texts SET salt = NULL, body = NULL WHERE digest = ?", (digest,))
+        connection.commit()
+
+    with AuditLog(path) as log:
+        with pytest.raises(LogMissing, match="erased"):
+            log.text(bytes.fromhex(digest))
+        assert [str(problem.table) for problem in log.verify().problems] == ["sqlite_master"]
