@@ -387,3 +387,21 @@ def test_an_erased_text_is_fine_where_an_event_says_so(path: Path) -> None:
         with pytest.raises(LogMissing, match="erased"):
             log.text(bytes.fromhex(digest))
         assert [str(problem.table) for problem in log.verify().problems] == ["sqlite_master"]
+
+
+@pytest.mark.parametrize(
+    ("event", "found"),
+    [
+        (NewEvent("restored", AT, {"message": "m", "path": "/content", "start": 0, "end": 6}), 0),
+        (NewEvent("rewound", AT, {"to": 1}), 0),
+        (NewEvent("rewound", AT, {"to": 2}), 1),
+    ],
+)
+def test_what_came_back_may_go_out_again(event: NewEvent, found: int) -> None:
+    """A restore, or a rewind to before the decision, puts a span into the view again."""
+    out = committed([["m", "/content", 0, 6, 0, 1]])
+    with MemoryLog() as log:
+        append(log, "c", "m", {"role": "user", "content": "0123456789"})
+        log.commit("c", 1, [out, event, out])
+
+        assert len(log.verify().problems) == found
