@@ -10,9 +10,33 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TypeVar
 
-__all__ = ["in_thread"]
+from compaction.errors import InvalidInput
+
+__all__ = ["Turnstile", "in_thread"]
 
 T = TypeVar("T")
+
+
+class Turnstile:
+    """One reply at a time. Unlike a lock it may be left by another thread than the one that entered.
+
+    Raises InvalidInput where the thread that would wait is the one that holds it: that wait would never end.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def __enter__(self) -> None:
+        if self._holder == threading.get_ident():
+            raise InvalidInput(f"a reply in {self._name!r} is being streamed: read it to its end or close it first")
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *exc: object) -> None:
+        self._holder = None
+        self._lock.release()
 
 
 async def in_thread(start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compaction.errors import InvalidMessage
 from compaction.grammar import LEADING, Batch, accept
 from compaction.messages import Message
 from compaction.ports import Counter
@@ -47,9 +48,8 @@ class Tally:
         leads = len(state.entries) == state.leading
         total, head, rendered = state.tokens, state.head, None
         payloads: list[dict[str, Any]] = []
-        for message in messages:
-            accept(batch, message)
-            batch = _follow(batch, message)
+        for index, message in enumerate(messages):
+            batch = _follow(batch, message, index if len(messages) > 1 else None)
             leads = leads and message.role in LEADING
             payload: dict[str, Any] = {}
             if leads:
@@ -69,7 +69,11 @@ class Tally:
         return payloads
 
 
-def _follow(batch: Batch | None, message: Message) -> Batch | None:
+def _follow(batch: Batch | None, message: Message, index: int | None) -> Batch | None:
+    try:
+        accept(batch, message)
+    except InvalidMessage as exc:
+        raise InvalidMessage(exc.reason, index=index) from exc
     if message.role == "tool" and batch:
         batch.accept(message)
         return batch

@@ -201,9 +201,12 @@ def decide(
 
 
 def _target(view: View, limits: Limits, trigger: str) -> Target:
-    must = min(limits.room, view.tokens - 1) if trigger == "overflow" else limits.room
-    want = limits.low_mark(view.floor.total)
-    return Target(must=must, want=min(want, must))
+    """Down to the low mark. After a provider's "too long" the window is smaller than stated: low of what there is."""
+    floor, low = view.floor.total, limits.low_mark(view.floor.total)
+    if trigger != "overflow":
+        return Target(must=limits.room, want=low)
+    must = min(limits.room, view.tokens - 1)
+    return Target(must=must, want=min(low, must, floor + int(limits.low * max(0, view.tokens - floor))))
 
 
 def floor_minimum(view: View) -> int:

@@ -97,8 +97,10 @@ class SessionManager:
             raise InvalidInput(f"a conversation needs a non-empty name, not {conversation!r}")
         with self._lock:
             known = self._sessions.get(conversation)
-            if known is None or (tools is not None and known.tools != list(tools)):
+            if known is None:
                 known = self._sessions[conversation] = Session(conversation, self.settings, tools)
+            elif tools is not None:
+                known.use_tools(tools)
             return known
 
     def release(self, conversation: str) -> None:
@@ -150,7 +152,7 @@ def compact(
     Raises InvalidMessage, PendingToolCalls and BudgetUnsatisfiable as a session does.
     """
     manager = SessionManager(
-        policy=policy, budget=budget, counter=counter, window=window, summarizer=summarizer, clock=lambda: "", rng=bytes
+        policy=policy, budget=budget, counter=counter, window=window, summarizer=summarizer
     )
     session = manager.session("compact", tools)
     session.extend(messages)

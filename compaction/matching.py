@@ -41,8 +41,8 @@ def same(known: Mapping[str, Any], given: object) -> bool:
 def reconcile(session: Session, messages: Sequence[object]) -> None:
     """Bring the session's history to `messages`: append what is new, rewind first where the lists part.
 
-    It rewinds to just before the first message that differs, so that compactions decided before it stay in force, and
-    carries pins over. Raises InvalidMessage with the position in the caller's list, and InvalidInput for an empty list
+    It rewinds to just before the first message that differs, so that compactions decided before it stay in force.
+    Raises InvalidMessage with the position in the caller's list, and InvalidInput for an empty list
     or one that parts from a fork's shared history; all before anything is logged.
     """
     if not messages:
@@ -85,24 +85,14 @@ def _follow(batch: Batch | None, message: Message) -> Batch | None:
 
 
 def _rewind(session: Session, message_id: str, position: int) -> None:
-    """Rewind to just before a message was appended. Pins of what survives are the caller's promise, not history."""
+    """Rewind to just before a message was appended."""
     seq = session.state.appended_at.get(message_id, 0) - 1  # 0: appended before the fork, not by this conversation
     if seq < 1:
         raise InvalidInput(
             f"message {position} differs from the history {session.id!r} shares with the conversation it was forked "
             "from: fork that one at an earlier point, or use another conversation name"
         )
-    pins = list(session.state.pins)
     session.rewind(seq)
-    for stale in {pin.message_id for pin in session.state.pins if pin not in pins}:
-        session.unpin(stale)
-    for pin in pins:
-        if pin.message_id not in session.state.history or pin in session.state.pins:
-            continue
-        if pin.path == "":
-            session.pin(pin.message_id)
-        else:
-            session.pin(pin.message_id, pin.start, pin.end, pin.path)
 
 
 def _equal(a: object, b: object) -> bool:

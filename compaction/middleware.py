@@ -71,7 +71,9 @@ class Turn:
     def request(self, messages: Sequence[object]) -> Messages:
         """The messages to send for the caller's list."""
         reconcile(self.session, messages)
-        self._prepared = self.session.prepare(max_new_tokens=_reply_limit(self._kw))
+        limit = _reply_limit(self._kw)
+        self._prepared = self.session.prepare(max_new_tokens=limit)
+        self.session.started(self._prepared, limit)
         return self._prepared.messages
 
     def again(self, error: Exception) -> Messages:
@@ -79,9 +81,11 @@ class Turn:
         if self._retried or self._prepared is None or not self._wrapper.overflow(error):
             raise error
         self._retried = True
-        smaller = self.session.prepare(max_new_tokens=_reply_limit(self._kw), trigger="overflow")
+        limit = _reply_limit(self._kw)
+        smaller = self.session.prepare(max_new_tokens=limit, trigger="overflow")
         if smaller.tokens >= self._prepared.tokens:  # a hook said no
             raise error
+        self.session.started(smaller, limit)
         return smaller.messages
 
     def record(self, reply: object) -> None:

@@ -60,9 +60,17 @@ class Counter(Protocol):
     `request(messages, tools) == head(leading, tools) + sum(message(m) for m in the others)`, always.
     """
 
-    name: str
-    exact: bool
-    additive: bool
+    @property
+    def name(self) -> str:
+        """Which counter; stands in every `appended` event."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the figures are the engine's own; else they are a labelled estimate."""
+
+    @property
+    def additive(self) -> bool:
+        """Whether figures add up as said above."""
 
     def head(self, leading: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
         """Tokens of everything but the other messages: leading ones, tools, template overhead, generation prompt."""
@@ -83,7 +91,8 @@ class Usage:
 
     `prefilled` + `reused` = `prompt_tokens`. `peak_tokens` is the largest cache length of any forward pass. Bytes are
     measured from the tensors' storages (None where the engine is remote). `why` says why tokens were prefilled that
-    stood in the cache before: "" (only new ones), "first", "compaction", "edited", "template", "retokenized".
+    stood in the cache before: "" (only new ones), "first", "compaction", "edited", "template", "retokenized",
+    "uncroppable" (a sliding or stateful layer could not be cut back).
     """
 
     prompt_tokens: int
@@ -115,7 +124,9 @@ class Generated:
 class Generation(Protocol):
     """A running reply: iterate for pieces of text, then read `result`. `close()` cancels and crops the cache."""
 
-    result: Generated | None
+    @property
+    def result(self) -> Generated | None:
+        """The finished or cut reply; None while it runs."""
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text as they are generated."""
@@ -127,11 +138,25 @@ class Generation(Protocol):
 class Engine(Protocol):
     """What renders, counts, generates and holds one live KV cache per conversation. Safe to use from many threads."""
 
-    name: str
-    counter: Counter
-    window: Window
-    kv_bytes_per_token: int
-    user_first: bool
+    @property
+    def name(self) -> str:
+        """Which model; stands in the log."""
+
+    @property
+    def counter(self) -> Counter:
+        """Counts exactly what this engine is sent."""
+
+    @property
+    def window(self) -> Window:
+        """Tokens the model can hold, with the source."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache a token costs."""
+
+    @property
+    def user_first(self) -> bool:
+        """Whether the chat template wants a user message first."""
 
     def generate(
         self,
@@ -164,9 +189,17 @@ class Policy(Protocol):
     Equal views and targets give equal plans, whatever the hash seed, thread count or Python.
     """
 
-    name: str
-    version: int
-    needs: frozenset[str]
+    @property
+    def name(self) -> str:
+        """The name it is made again under."""
+
+    @property
+    def version(self) -> int:
+        """Raised whenever equal inputs may give another plan."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the session has to measure before planning."""
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -188,7 +221,9 @@ class Summary:
 class Summarizer(Protocol):
     """Turns source text into a summary. Its name goes into the decision."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Stands in the log."""
 
     def __call__(self, source: str, *, instruction: str, max_tokens: int, limit: int) -> Summary:
         """Summarise `source` in at most `max_tokens`; no forward pass of its own may exceed `limit` tokens."""

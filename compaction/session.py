@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from compaction.fulfil import fulfil
 from compaction.messages import JSON, Message, dumps, validate
 from compaction.plan import Digest
 from compaction.ports import Clock, Counter, Engine, Generation, Ids, Log, Policy, Rng, Summarizer, Summary, Usage
-from compaction.asynchronous import in_thread
+from compaction.asynchronous import Turnstile, in_thread
 from compaction.prepared import Prepared, Reply, SessionUsage
 from compaction.state import State, check_known, load, with_refs
 from compaction.view import Entry, Pin, View
@@ -56,14 +56,26 @@ class Session:
         self.id = conversation
         self._set = settings
         self._lock = threading.RLock()
+        self._turn = Turnstile(conversation)
         self._hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in HOOKS}
         self._last_usage: Usage | None = None
         self._resumed = settings.log.seq(conversation) > 0
         self.state = load(settings.log, conversation) if self._resumed else State(conversation)
-        self._tools_text = self.state.tools_text if tools is None else (dumps(list(tools)) if tools else None)
-        self._tally = Tally(settings.counter, json.loads(self._tools_text) if self._tools_text else None)
+        self._set_tools(self.state.tools_text if tools is None else _tools_json(tools))
         if not self._resumed or self._settings_changed():
             self._commit(self._opened)
+
+    def use_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """From now on requests carry these tool schemas; they are counted, and the change is logged."""
+        text = _tools_json(tools)
+        with self._lock:
+            if text != self._tools_text:
+                self._set_tools(text)
+                self._commit(self._opened)
+
+    def _set_tools(self, text: str | None) -> None:
+        self._tools_text = text
+        self._tally = Tally(self._set.counter, json.loads(text) if text else None)
 
     # -- the log ------------------------------------------------------------------------------------------------
 
@@ -182,13 +194,15 @@ class Session:
     def rewind(self, seq: int) -> None:
         """Go back to how the conversation stood after event `seq`; later messages stay in the log.
 
-        Raises InvalidInput where there is no such event.
+        Pins stay. Raises InvalidInput where there is no such event, and LogConflict where another writer was first.
         """
         with self._lock:
             if not 1 <= seq <= self.state.seq:
                 raise InvalidInput(f"cannot rewind {self.id!r} to event {seq}: it has events 1 to {self.state.seq}")
-            self._set.log.commit(self.id, self.state.seq, [self._event("rewound", {"to": seq})])
-            self.state = load(self._set.log, self.id)
+            try:
+                self._set.log.commit(self.id, self.state.seq, [self._event("rewound", {"to": seq})])
+            finally:
+                self.state = load(self._set.log, self.id)
             if self._settings_changed():
                 self._commit(self._opened)
 
@@ -312,9 +326,9 @@ class Session:
                 reply: Reply = stop.value
                 return reply
 
-    def stream(self, *, max_new_tokens: int = 128) -> Iterator[str]:
+    def stream(self, *, max_new_tokens: int = 128) -> Generator[str, None, Reply]:
         """As `generate`, piece by piece. Closing the iterator early keeps the partial reply as `interrupted` only."""
-        with self._lock:
+        with self._turn:
             generation, prepared = self._start(max_new_tokens)
             yield from self._pieces(generation)
             made = generation.result
@@ -322,12 +336,13 @@ class Session:
                 raise InvalidInput("the engine ended its reply without a result")
             message = dumps({"role": "assistant", "content": made.text})
             usage, used = self._used(made.usage, prepared)
-            written = self._commit(lambda: self._appended([message], used))
+            with self._lock:
+                written = self._commit(lambda: self._appended([message], used))
             return Reply(written[0].payload["message"], made.text, made.finish_reason, usage, prepared.decision)
 
     def probe(self, *, max_new_tokens: int = 32) -> Reply:
         """Generate as `generate` would, but take the reply out of the cache again and keep it as a `probe` event only."""
-        with self._lock:
+        with self._turn:
             generation, prepared = self._start(max_new_tokens)
             for _ in self._pieces(generation):
                 pass
@@ -338,17 +353,24 @@ class Session:
             text = self._seal(made.text)
             probe = self._event("probe", {"text": text.digest.hex(), "finish_reason": made.finish_reason})
             usage, used = self._used(made.usage, prepared)
-            self._commit(lambda: ([probe, *used], [text]))
+            with self._lock:
+                self._commit(lambda: ([probe, *used], [text]))
             return Reply("", made.text, made.finish_reason, usage, prepared.decision)
 
     def _start(self, max_new_tokens: int) -> tuple[Generation, Prepared]:
         if self._set.engine is None:
             raise InvalidInput("this session has no engine: use prepare() and record(), or SessionManager(engine=…)")
-        prepared = self.prepare(max_new_tokens=max_new_tokens)
-        started = {"tokens": prepared.tokens, "max_new_tokens": max_new_tokens}
-        self._commit(lambda: ([self._event("generation_started", started)], []))
+        with self._lock:
+            prepared = self.prepare(max_new_tokens=max_new_tokens)
+            self.started(prepared, max_new_tokens)
         messages, tools = prepared.messages, prepared.tools
         return self._set.engine.generate(self.id, messages, tools, max_new_tokens=max_new_tokens), prepared
+
+    def started(self, prepared: Prepared, max_new_tokens: int) -> None:
+        """Write that a generation of this request begins; before its first token, so that a crash is visible."""
+        payload = {"tokens": prepared.tokens, "max_new_tokens": max_new_tokens}
+        with self._lock:
+            self._commit(lambda: ([self._event("generation_started", payload)], []))
 
     def _pieces(self, generation: Generation) -> Iterator[str]:
         """The reply's pieces; whatever ends them early (close, Ctrl-C, an error) leaves an `interrupted` event."""
@@ -403,7 +425,7 @@ class Session:
             return
         scaled = counter.calibrated(reported, self.state.tokens)
         self._set = _with_counter(self._set, scaled)
-        self._tally = Tally(scaled, self._tally.tools)
+        self._set_tools(self._tools_text)
         self._commit(self._opened)
 
     # -- async twins ------------------------------------------------------------------------------------------------
@@ -444,6 +466,14 @@ class Session:
     def entries(self) -> tuple[Entry, ...]:
         """The view's entries now."""
         return tuple(self.state.entries)
+
+
+def _tools_json(tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Raises InvalidInput where tool schemas are no JSON."""
+    try:
+        return dumps([dict(tool) for tool in tools]) if tools else None
+    except (TypeError, ValueError) as exc:
+        raise InvalidInput(f"tools must be a list of JSON tool schemas: {exc}") from exc
 
 
 def _range(pin: Pin) -> dict[str, Any]:

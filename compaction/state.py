@@ -66,7 +66,7 @@ class State:
             case "pinned":
                 self.pins.append(_pin(payload))
             case "unpinned":
-                self.pins.remove(_pin(payload))
+                self.pins = [pin for pin in self.pins if pin != _pin(payload)]
             case "decision_committed":
                 self._decide(payload, text_of)
             case "decision_failed":
@@ -226,13 +226,39 @@ def _fold(log: Log, conversation: str, events: list[Event]) -> State:
         state = load(log, source["conversation"], source["seq"])
         state.conversation = conversation
         state.appended_at = {}  # events of the source: their seqs mean nothing here
-    for index, event in enumerate(events):
-        if event.kind == "rewound":
-            state = _fold(log, conversation, [e for e in events[:index] if e.seq <= event.payload["to"]])
-            state.seq = event.seq
-        else:
-            state.apply(event, log.text)
+    for event in _surviving(events):
+        state.apply(event, log.text)
+    if events:
+        state.seq = events[-1].seq
+        state.pins = _pins_carried(state, events)
     return state
+
+
+def _surviving(events: list[Event]) -> list[Event]:
+    """The events no rewind has undone, in order. Read backwards, since a rewind undoes earlier rewinds too."""
+    kept: list[Event] = []
+    upto = events[-1].seq
+    for event in reversed(events):
+        if event.seq > upto:
+            continue
+        if event.kind == "rewound":
+            upto = event.payload["to"]
+        else:
+            kept.append(event)
+    return kept[::-1]
+
+
+def _pins_carried(state: State, events: list[Event]) -> list[Pin]:
+    """Pins are promises, not history: those made or lifted after the point rewound to still count, where live."""
+    if not any(event.kind == "rewound" for event in events):
+        return state.pins
+    pins = [pin for pin in state.pins if state.appended_at.get(pin.message_id) is None]
+    for event in events:
+        if event.kind == "pinned" and _pin(event.payload) not in pins:
+            pins.append(_pin(event.payload))
+        elif event.kind == "unpinned":
+            pins = [pin for pin in pins if pin != _pin(event.payload)]
+    return [pin for pin in pins if pin.message_id in state.live]
 
 
 def _head(payload: Mapping[str, Any]) -> tuple[int, int, int]:

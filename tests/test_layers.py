@@ -24,7 +24,8 @@ HOUSE: tuple[frozenset[str], ...] = (
     frozenset({"cli", "testing"}),
     frozenset({"adapters", "replay", FACADE}),
     frozenset({"manager"}),
-    frozenset({"middleware", "plugins", "engines", "kv"}),
+    frozenset({"middleware", "plugins", "engines"}),
+    frozenset({"kv"}),
     frozenset({"streaming"}),
     frozenset({"pieces"}),
     frozenset({"matching"}),
@@ -37,7 +38,8 @@ HOUSE: tuple[frozenset[str], ...] = (
     frozenset({"events"}),
     frozenset({"plan", "grammar"}),
     frozenset({"messages", "budget", "kv.geometry"}),
-    frozenset({"errors", "asynchronous", "overflow", "turns"}),
+    frozenset({"asynchronous"}),
+    frozenset({"errors", "overflow", "turns"}),
 )
 FLOOR = {room: number for number, rooms in enumerate(HOUSE) for room in rooms}
 # Policies are independent of each other; what composes them is not.

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["Sampling", "TransformersEngine"]
 
 _HOME = {
-    "OpenAIEngine": "compaction.engines.openai_engine",
     "Sampling": "compaction.engines.sampling",
     "TransformersEngine": "compaction.engines.transformers_engine",
 }
