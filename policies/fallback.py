@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
 from compaction.plan import Plan
-from compaction.ports import Policy
+from compaction.ports import Policy, Summarizer
 from compaction.view import View
 
 __all__ = ["Fallback"]
@@ -44,6 +44,12 @@ class Fallback:
     def needs(self) -> frozenset[str]:
         """What either needs."""
         return self.first.needs | self.second.needs
+
+    @property
+    def summarizer_fn(self) -> Summarizer | None:
+        """The callable the first, else the second was given to summarise with."""
+        function: Summarizer | None = getattr(self.first, "summarizer_fn", None)
+        return function if function is not None else getattr(self.second, "summarizer_fn", None)
 
     @property
     def params(self) -> dict[str, Any]:

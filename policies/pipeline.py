@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
 from compaction.plan import Action, Clamp, Digest, Drop, Plan, Replace
-from compaction.ports import Policy
+from compaction.ports import Policy, Summarizer
 from compaction.view import Pin, View
 
 __all__ = ["Pipeline", "merge"]
@@ -48,6 +48,12 @@ class Pipeline:
     def needs(self) -> frozenset[str]:
         """What any stage needs."""
         return frozenset().union(*(stage.needs for stage in self.stages))
+
+    @property
+    def summarizer_fn(self) -> Summarizer | None:
+        """The first callable any stage was given to summarise with."""
+        functions = (getattr(stage, "summarizer_fn", None) for stage in self.stages)
+        return next((function for function in functions if function is not None), None)
 
     @property
     def params(self) -> dict[str, Any]:

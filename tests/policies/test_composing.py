@@ -10,7 +10,17 @@ import pytest
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
 from compaction.plan import Action, Clamp, Digest, Drop, Plan, Replace
-from compaction.policies import ClearToolResults, Fallback, NoOp, Pipeline, SlidingWindow, Truncate, default_policy
+from compaction.policies import (
+    ClearToolResults,
+    Fallback,
+    NoOp,
+    Pipeline,
+    SlidingWindow,
+    Summarize,
+    Truncate,
+    default_policy,
+)
+from compaction.testing import ScriptedSummarizer
 from compaction.view import Pin, View
 from tests.builders import assistant, user
 from tests.policies.views import FAILURE, agent_run, chat, make_view
@@ -111,6 +121,15 @@ def test_needs_are_those_of_all_stages() -> None:
     """The session measures what any of them needs."""
     assert Pipeline([NoOp(), Fixed([])]).needs == {"prices"}
     assert Fallback(NoOp(), Fixed([])).needs == {"prices"}
+
+
+def test_a_summariser_inside_is_found() -> None:
+    """The session asks the outermost policy for its callable."""
+    fake = ScriptedSummarizer()
+    inner = Fallback(Summarize(summarizer=fake), Truncate())
+
+    assert Pipeline([NoOp(), inner]).summarizer_fn is fake
+    assert Pipeline([NoOp(), Summarize()]).summarizer_fn is None
 
 
 def test_fallback_takes_the_second_after_a_failure() -> None:
