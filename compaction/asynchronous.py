@@ -1,6 +1,6 @@
 """Running a blocking iterator for async callers.
 
-Invariant: the iterator lives in one thread from its first step to its last, so that locks it holds stay with that thread.
+Invariant: the iterator lives in one thread from its first step to its last; locks it holds stay with that thread.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ async def in_thread(start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
             if close is not None:
                 close()
             put(True, None)
-        # Whatever ends the iterator is raised again in the caller's task.
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001  whatever ends the iterator is raised again in the caller's task
             put(True, exc)
 
     thread = threading.Thread(target=work, daemon=True)

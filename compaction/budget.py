@@ -114,7 +114,9 @@ class Budget:
                 f"the reply may take {reserve:,} tokens but the limit is {limit:,} ({source}): "
                 "lower max_new_tokens or reserve, or raise the budget"
             )
-        return Limits(limit=limit, source=source, reserve=reserve, high=self.high, low=self.low, clamp_user=self.clamp_user)
+        return Limits(
+            limit=limit, source=source, reserve=reserve, high=self.high, low=self.low, clamp_user=self.clamp_user
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,9 @@ def decide(
                 reusable_tokens=view.head + sum(e.tokens for e in view.entries[view.leading : first]),
             )
     if over:
-        raise InvalidPlan(f"no plan fits {target.must:,} tokens: " + "; ".join(f"{f.code}: {f.detail}" for f in failures))
+        raise InvalidPlan(
+            f"no plan fits {target.must:,} tokens: " + "; ".join(f"{f.code}: {f.detail}" for f in failures)
+        )
     return Held(tuple(failures))
 
 
@@ -258,7 +260,10 @@ def _try(
         for action in plan.digests if problem is None else ():
             summary = answers.digest(action, view)
             if code := _unusable(summary):
-                problem = (f"summary_{code}", summary.text if code == "error" else f"finish reason {summary.finish_reason}")
+                problem = (
+                    f"summary_{code}",
+                    summary.text if code == "error" else f"finish reason {summary.finish_reason}",
+                )
                 break
             texts.append(summary.text.strip())
         if problem is None and plan.digests:

@@ -68,7 +68,9 @@ class SessionManager:
         if budget is None:
             raise InvalidBudget("a manager needs budget=Budget(tokens=…) or Budget(kv_bytes=…)")
         if budget.kv_bytes is not None and engine is None:
-            raise InvalidBudget("kv_bytes needs an engine that knows the bytes of a token: pass engine=…, or use tokens=")
+            raise InvalidBudget(
+                "kv_bytes needs an engine that knows the bytes of a token: pass engine=…, or use tokens="
+            )
         policy = policy or default_policy()
         stated = Window(window, "user") if window else None
         self.settings = Settings(
@@ -151,9 +153,7 @@ def compact(
 
     Raises InvalidMessage, PendingToolCalls and BudgetUnsatisfiable as a session does.
     """
-    manager = SessionManager(
-        policy=policy, budget=budget, counter=counter, window=window, summarizer=summarizer
-    )
+    manager = SessionManager(policy=policy, budget=budget, counter=counter, window=window, summarizer=summarizer)
     session = manager.session("compact", tools)
     session.extend(messages)
     prepared = session.prepare()

@@ -15,7 +15,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from compaction.errors import InvalidMessage
 
-__all__ = ["ROLES", "JSON", "Message", "Part", "apply_edits", "canonical", "dumps", "is_blob", "leaves", "resolve", "validate"]
+__all__ = [
+    "JSON",
+    "ROLES",
+    "Message",
+    "Part",
+    "apply_edits",
+    "canonical",
+    "dumps",
+    "is_blob",
+    "leaves",
+    "resolve",
+    "validate",
+]
 
 JSON = Any
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -175,4 +187,13 @@ def apply_edits(data: Mapping[str, Any], edits: Sequence[tuple[str, int, int, st
 
 def is_blob(part: Part) -> bool:
     """Whether a content part is an image, audio or file: counted by rule, its base64 never as text."""
-    return part.get("type") in {"image_url", "image", "input_image", "input_audio", "audio", "file", "input_file", "video_url"}
+    return part.get("type") in {
+        "image_url",
+        "image",
+        "input_image",
+        "input_audio",
+        "audio",
+        "file",
+        "input_file",
+        "video_url",
+    }

@@ -14,7 +14,20 @@ from compaction.events import Event, NewEvent, Text
 from compaction.plan import Plan
 from compaction.view import View
 
-__all__ = ["Clock", "Counter", "Engine", "Generated", "Generation", "Ids", "Log", "Policy", "Rng", "Summarizer", "Summary", "Usage"]
+__all__ = [
+    "Clock",
+    "Counter",
+    "Engine",
+    "Generated",
+    "Generation",
+    "Ids",
+    "Log",
+    "Policy",
+    "Rng",
+    "Summarizer",
+    "Summary",
+    "Usage",
+]
 
 Clock = Callable[[], str]
 """Now, as UTC ISO 8601 text with microseconds."""
@@ -171,9 +184,7 @@ class Engine(Protocol):
     def forget_reply(self, conversation: str) -> None:
         """Take the newest reply's ids out of the cache again; the prompt's stay."""
 
-    def complete(
-        self, messages: Sequence[Mapping[str, Any]], *, max_new_tokens: int
-    ) -> Generated:
+    def complete(self, messages: Sequence[Mapping[str, Any]], *, max_new_tokens: int) -> Generated:
         """One reply outside any conversation, its cache freed on return."""
 
     def kv_bytes(self, conversation: str) -> int:

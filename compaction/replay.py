@@ -157,7 +157,9 @@ def _again(log: Log, state: State, event: Event, make: MakePolicy) -> Verdict:
     except InvalidPolicy as exc:
         return verdict("not_replayable", str(exc))
     if policy.version != named["version"]:
-        return verdict("not_replayable", f"policy {named['name']!r} is version {policy.version}, not {named['version']}")
+        return verdict(
+            "not_replayable", f"policy {named['name']!r} is version {policy.version}, not {named['version']}"
+        )
     player = _Player(recorded["answers"], fulfilled)
     limits = Limits.from_json(recorded["limits"])
     try:

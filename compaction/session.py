@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from dataclasses import dataclass, replace
 from typing import Any
 
+from compaction.asynchronous import Turnstile, in_thread
 from compaction.budget import Budget, Limits, Window
 from compaction.counting import Tally
 from compaction.decide import Decision, Held, Recorder, decide, policy_id
@@ -22,7 +23,6 @@ from compaction.fulfil import fulfil
 from compaction.messages import JSON, Message, dumps, validate
 from compaction.plan import Digest
 from compaction.ports import Clock, Counter, Engine, Generation, Ids, Log, Policy, Rng, Summarizer, Summary, Usage
-from compaction.asynchronous import Turnstile, in_thread
 from compaction.prepared import Prepared, Reply, SessionUsage
 from compaction.state import State, check_known, load, with_refs
 from compaction.view import Entry, Pin, View

@@ -17,7 +17,7 @@ from compaction.grammar import LEADING, Batch, accept
 from compaction.messages import Message, resolve
 from compaction.plan import Plan
 from compaction.ports import Log
-from compaction.view import Entry, Floor, Pin, View, apply_plan
+from compaction.view import Entry, Floor, Pin, Unit, View, apply_plan
 
 __all__ = ["State", "load", "with_refs", "without_refs"]
 
@@ -41,6 +41,8 @@ class State:
         self.entries: list[Entry] = []
         self.live: dict[str, Entry] = {}
         self.units: dict[str, list[str]] = {}
+        self._rows: list[Unit] = []
+        self._row_of: dict[str, int] = {}
         self.pins: list[Pin] = []
         self.head: tuple[int, int, int] = (0, 0, 0)
         self.tokens = 0
@@ -97,7 +99,18 @@ class State:
         if leads:
             self.leading += 1
             self.head = _head(payload)
+        else:
+            self._add_row(entry, len(self.entries) - 1)
         self._follow(message)
+
+    def _add_row(self, entry: Entry, index: int) -> None:
+        """Keep the view's units as entries come, so that planning need not walk the conversation."""
+        last = self._rows[-1] if self._rows else None
+        if last is not None and self._row_of.get(entry.unit) == len(self._rows) - 1:
+            self._rows[-1] = replace(last, end=index + 1, tokens=last.tokens + entry.tokens)
+            return
+        self._row_of[entry.unit] = len(self._rows)
+        self._rows.append(Unit(index, index + 1, entry.tokens, kept=False))
 
     def _follow(self, message: Message) -> None:
         if message.role == "tool" and self.batch:
@@ -123,6 +136,9 @@ class State:
     def _replace(self, entries: list[Entry]) -> None:
         self.entries = entries
         self.live = {entry.id: entry for entry in entries}
+        self._rows, self._row_of = [], {}
+        for index in range(self.leading, len(entries)):
+            self._add_row(entries[index], index)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -168,7 +184,11 @@ class State:
 
     def view(self) -> View:
         """A read-only view of what would be sent now."""
-        keep = {i for part in self.kept_units() for unit in part for i in self.units[unit]} | self._leading_ids()
+        kept = [unit for part in self.kept_units() for unit in part]
+        keep = {i for unit in kept for i in self.units[unit]} | self._leading_ids()
+        rows = self._rows.copy()
+        for unit in kept:
+            rows[self._row_of[unit]] = replace(rows[self._row_of[unit]], kept=True)
         per_token = self.opened.get("kv_bytes_per_token")
         return View(
             entries=tuple(self.entries),
@@ -184,6 +204,7 @@ class State:
             additive=self.additive,
             user_first=bool(self.opened.get("user_first", False)),
             kv_bytes_per_token=per_token,
+            known_units=tuple(rows),
         )
 
     def check_pin(self, pin: Pin) -> None:

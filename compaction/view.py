@@ -157,7 +157,8 @@ class View:
     """What a policy sees. Lists are in sending order; token figures are of the rendered request.
 
     `messages` holds the originals by id; `head` is the tokens of everything but the entries after the leading ones;
-    `keep` the ids that must stay; `leading` how many entries lead; `failures` why earlier plans were not taken.
+    `keep` the ids that must stay; `leading` how many entries lead; `failures` why earlier plans were not taken;
+    `known_units` are the units where somebody has counted them already.
     """
 
     entries: tuple[Entry, ...]
@@ -177,6 +178,7 @@ class View:
     slack: int = 0
     failures: tuple[Failure, ...] = ()
     answers: Answers | None = None
+    known_units: tuple[Unit, ...] | None = None
 
     @property
     def overhead(self) -> int:
@@ -196,6 +198,8 @@ class View:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """What goes or stays together, after the leading entries."""
+        if self.known_units is not None:
+            return self.known_units
         entries, keep, units = self.entries, self.keep, []
         start, end = self.leading, len(self.entries)
         while start < end:
@@ -267,7 +271,7 @@ class View:
     def advance(self, plan: Plan) -> View:
         """The view as it would be after a plan; summaries not written yet are entries with the text ""."""
         applied = self.after(plan)
-        return replace(self, entries=applied.entries, tokens=applied.tokens)
+        return replace(self, entries=applied.entries, tokens=applied.tokens, known_units=None)
 
     def by_id(self, entry_id: str) -> Entry:
         """The entry of that id. Raises InvalidPlan where there is none."""
@@ -439,9 +443,7 @@ class _Step:
             self.discards.append(Discard(span, number, saved if index == 0 else 0, string[start:end]))
 
 
-def _merge(
-    edits: tuple[Edit, ...], action: Clamp | Replace
-) -> tuple[tuple[Edit, ...], list[tuple[int, int]]]:
+def _merge(edits: tuple[Edit, ...], action: Clamp | Replace) -> tuple[tuple[Edit, ...], list[tuple[int, int]]]:
     """The edits with the action's range merged in, and the pieces of it that were live."""
     start, end = action.start, action.end
     inside = [e for e in edits if e.path == action.path and e.start <= end and start <= e.end]

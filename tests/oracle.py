@@ -27,7 +27,11 @@ def illegal(messages: Sequence[dict[str, Any]], history: Sequence[Any]) -> list[
             continue
         if +waiting:
             found.append(tuple(sorted((+waiting).elements())))
-        waiting = Counter(call["id"] for call in message.get("tool_calls") or ()) if message["role"] == "assistant" else Counter()
+        waiting = (
+            Counter(call["id"] for call in message.get("tool_calls") or ())
+            if message["role"] == "assistant"
+            else Counter()
+        )
     if +waiting:
         found.append(tuple(sorted((+waiting).elements())))
     left = Counter(found) - Counter(unanswered)

@@ -40,7 +40,9 @@ def main() -> int:
         task = progress.add_task("benchmarks", total=2)
         for bench in (bench_store, bench_core):
             progress.update(task, description=bench.__name__.rpartition(".")[2])
-            figures |= {name: value if isinstance(value, dict) else {"ratio": value} for name, value in bench.run().items()}
+            figures |= {
+                name: value if isinstance(value, dict) else {"ratio": value} for name, value in bench.run().items()
+            }
             progress.advance(task)
     missed = [name for name, target in TARGETS.items() if not _met(figures[name], *target)]
     machine = {"python": platform.python_version(), "machine": platform.machine(), "system": platform.system()}

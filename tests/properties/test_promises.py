@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,7 +47,9 @@ SCRIPT = ("They talked.", "", Summary("half a", "length"), RuntimeError("down"),
 class _Run:
     """A conversation fed message by message, a request asked for after each."""
 
-    def __init__(self, policy: Policy, budget: Budget, counter: FakeCounter, tools: list[dict[str, Any]] | None) -> None:
+    def __init__(
+        self, policy: Policy, budget: Budget, counter: FakeCounter, tools: list[dict[str, Any]] | None
+    ) -> None:
         self.log = MemoryLog()
         self.counter = counter
         self.manager = SessionManager(
@@ -89,6 +92,8 @@ class _Run:
             self.spans += prepared.decision.spans
             assert prepared.tokens < before[1], "no strict progress"
         check_conservation(state.history, state.entries, self.spans)
+        view = state.view()
+        assert view.units == replace(view, known_units=None).units, "running units differ from counted ones"
         assert rendered_pins(state) == [True] * len(state.pins)
 
 

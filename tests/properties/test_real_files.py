@@ -80,7 +80,10 @@ def test_compact_keeps_its_promises_on_recorded_conversations(file: str, name: s
         for tokens in budgets:
             try:
                 small = compact(
-                    messages, budget=Budget(tokens=max(1, tokens)), counter=COUNTER, policy=policy,
+                    messages,
+                    budget=Budget(tokens=max(1, tokens)),
+                    counter=COUNTER,
+                    policy=policy,
                     summarizer=ScriptedSummarizer(),
                 )
             except BudgetUnsatisfiable as error:
