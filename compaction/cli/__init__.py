@@ -1,8 +1,8 @@
 """The command line: `compaction …`, or `python -m compaction`.
 
-Invariant: whatever goes wrong on purpose is one line on stderr that begins with `error:`, with exit code 2; Ctrl-C is one
-line and exit code 130. Importing this package loads neither torch nor transformers nor the log: each command imports what
-it needs when it runs, so that `--help` answers at once.
+Invariant: whatever goes wrong on purpose is one line on stderr that begins with `error:`, with exit code 2; Ctrl-C is
+one line and exit code 130. Importing this package loads neither torch nor transformers nor the log: each command
+imports what it needs when it runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations

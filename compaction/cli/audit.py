@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["audit"]
 
 EXCERPT = 60
+_NUMBERS = ("seq", "before", "after", "gone", "spans", "budget")
+_DECISION = ("conversation", "seq", "trigger", "policy", "did", "why", *_NUMBERS[1:])
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 _conversation = click.option("--conversation", metavar="NAME", help="Only this conversation.")
 
@@ -64,9 +67,7 @@ def show(db: str, conversation: str | None, as_json: bool) -> None:
     cells = [(r.conversation, r.messages, r.tokens, r.decisions, r.events, r.last_at[:19]) for r in rows]
     console().print(table("Conversations", columns, cells, right=columns[1:5]))
     if decisions:
-        numbers = ("seq", "before", "after", "gone", "spans", "budget")
-        columns = ("conversation", "seq", "trigger", "policy", "did", "why", "before", "after", "gone", "spans", "budget")
-        console().print(table("Decisions (in tokens)", columns, map(_decision_cells, decisions), right=numbers))
+        console().print(table("Decisions (in tokens)", _DECISION, map(_decision_cells, decisions), right=_NUMBERS))
 
 
 def _with_reasons(log: AuditLog, row: DecisionRow) -> dict[str, Any]:
@@ -119,7 +120,16 @@ def _where(span: SpanRow) -> str:
 
 
 def _text(span: SpanRow) -> str:
-    return "(erased)" if span.text is None else span.text
+    """What to show of a span: of a whole message its role, its text and the names of the tools it calls."""
+    if span.text is None:
+        return "(erased)"
+    if span.path:
+        return span.text
+    message = json.loads(span.text)
+    content = message.get("content")
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    calls = (f"{call['function']['name']}(…)" for call in message.get("tool_calls") or () if call.get("function"))
+    return " ".join([f"{message['role']}:", *filter(None, [text]), *calls])
 
 
 @audit.command()
@@ -164,8 +174,8 @@ def search(db: str, query: str, conversation: str | None, limit: int, as_json: b
 def restore(db: str, span_id: str, output: str | None, as_json: bool) -> None:
     """Give back what a span discarded, byte for byte: UTF-8 on stdout, nothing added, not even a newline.
 
-    A whole message (path "") comes back as its JSON. A lone surrogate, which UTF-8 has no bytes for, is written as WTF-8
-    (its three bytes as if it were a character), and a line on stderr says so; --json keeps it as \\udXXX.
+    A whole message (path "") comes back as its JSON. A lone surrogate, which UTF-8 has no bytes for, is written as
+    WTF-8 (three bytes, as if it were a character), and a line on stderr says so; --json keeps it as \\udXXX.
 
     \b
     Examples:
@@ -262,7 +272,7 @@ def _check_head(head: str | None) -> None:
     import re
 
     if head is not None and not re.fullmatch("sha256:[0-9a-f]{64}", head):
-        raise click.UsageError(f"--head {head!r} is no head: give sha256: and 64 hex digits, as `audit head` prints them")
+        raise click.UsageError(f"--head {head!r} is no head: give sha256: and 64 hex digits, as `audit head` prints")
 
 
 def _check_known(log: AuditLog, conversation: str | None) -> None:

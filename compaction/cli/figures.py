@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compaction.events import Event
-from compaction.grammar import Batch
-from compaction.messages import Message, dumps
 
-__all__ = ["Cut", "Figures", "Turn", "percentile", "skipped_turns"]
+__all__ = ["Cut", "Figures", "Turn", "percentile"]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn: tokens of its prompt and of its largest pass, KV bytes, and what there would be without compaction."""
+    """One turn: tokens of its prompt and of its largest pass, KV bytes, and that pass had nothing been discarded."""
 
     conversation: str
     prompt_tokens: int
@@ -71,7 +69,10 @@ class Figures:
                 case "opened":
                     history, head = history - head + sum(payload["head"]), sum(payload["head"])
                 case "appended":
-                    history += payload["tokens"]
+                    if "head" in payload:
+                        history, head = history - head + sum(payload["head"]), sum(payload["head"])
+                    else:
+                        history += payload["tokens"]
                     self._message(payload["role"], spoken)
                     spoken = False
                 case "decision_committed":
@@ -115,7 +116,8 @@ class Figures:
             if usage.get(name) is not None:
                 values.append(usage[name])
         peak = usage.get("peak_tokens") or usage["prompt_tokens"]
-        self.series.append(Turn(conversation, usage["prompt_tokens"], peak, usage.get("kv_bytes"), history))
+        prompt = usage["prompt_tokens"]
+        self.series.append(Turn(conversation, prompt, peak, usage.get("kv_bytes"), history + peak - prompt))
 
     def _peak(self, usage: Mapping[str, Any]) -> None:
         self.peak_tokens = max(self.peak_tokens, usage.get("peak_tokens") or 0)
@@ -128,17 +130,3 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
     if not values:
         return None
     return round(sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)], 3)
-
-
-def skipped_turns(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many assistant messages stand where calls still wait for results: nothing can be generated there."""
-    skipped, batch = 0, None
-    for index, data in enumerate(messages):
-        message = Message(str(index), dumps(data))
-        if message.role == "assistant" and batch is not None and batch.pending:
-            skipped += 1
-        if message.role == "tool" and batch is not None:
-            batch.accept(message)
-        else:
-            batch = Batch.opened_by(message) if message.role == "assistant" and message.call_ids else None
-    return skipped

@@ -1,7 +1,7 @@
 """Recorded conversations through a live session, teacher-forced: what was recorded is the conversation.
 
-Invariant: every recorded message is in the log exactly once, whenever the process is stopped and however often the run is
-repeated: what the log holds is matched with the recording before anything is added, and a second writer to the same
+Invariant: every recorded message is in the log exactly once, whenever the process is stopped and however often the run
+is repeated: what the log holds is matched with the recording before anything is added, and a second writer to the same
 conversation is refused by the log's own check instead of being worked around.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from compaction.cli.recordings import Recording
-from compaction.errors import BudgetUnsatisfiable, InvalidInput, InvalidMessage, LogConflict, LogError, PendingToolCalls
+from compaction.errors import BudgetUnsatisfiable, InvalidInput, LogConflict, LogError, PendingToolCalls
 from compaction.events import Event, NewEvent, Text
 from compaction.manager import SessionManager
 from compaction.messages import Message, canonical
@@ -97,7 +97,7 @@ class Player:
     manager: SessionManager
     max_new_tokens: int
     generation_prompt: int
-    on_message: Callable[[int, int], None] = lambda tokens, compactions: None
+    on_message: Callable[[int, int], None]
     resumed: int = 0
     misfits: list[Misfit] = field(default_factory=list)
     violations: list[ReuseViolation] = field(default_factory=list)
@@ -105,8 +105,7 @@ class Player:
     def play(self, recording: Recording) -> None:
         """One conversation from where the log stands to its end.
 
-        Raises InvalidInput where the log knows a different conversation under this id, InvalidTranscript for a message
-        that cannot stand where it stands.
+        Raises InvalidInput where the log knows a different conversation under this id.
         """
         tools = recording.transcript.tools
         session = self.manager.session(recording.id, list(tools) if tools is not None else None)
@@ -118,10 +117,7 @@ class Player:
         for index, message in enumerate(recording.messages[done:], done):
             if message["role"] == "assistant":
                 cached = self._turn(session, recording, index, cached)
-            try:
-                session.append(message)
-            except InvalidMessage as exc:
-                raise recording.fault(index, exc.reason) from exc
+            session.append(message)
             self.on_message(session.state.tokens, session.state.decisions)
         self.manager.release(recording.id)
 

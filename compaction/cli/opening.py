@@ -5,6 +5,7 @@ Invariant: opening a log to read it creates no file.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["budget_of", "engine_of", "existing_log", "log_of", "policy_of"]
 
+_WROTE = "give the file that `run --log` or `chat --log` wrote"
+
 
 def existing_log(path: str) -> AuditLog:
     """A log that exists.
@@ -30,9 +33,9 @@ def existing_log(path: str) -> AuditLog:
 
     file = Path(path)
     if not file.exists():
-        raise LogMissing(f"{path}: no such log, and none was created: give the file that `run --log` or `chat --log` wrote")
+        raise LogMissing(f"{path}: no such log, and none was created: {_WROTE}")
     if file.is_file() and file.stat().st_size == 0:
-        raise NotALog(f"{path}: an empty file, not a compaction log: give the file that `run --log` or `chat --log` wrote")
+        raise NotALog(f"{path}: an empty file, not a compaction log: {_WROTE}")
     return AuditLog(path)
 
 
@@ -66,6 +69,7 @@ def engine_of(model: str, device: str | None) -> TransformersEngine:
     """The model, loaded. Raises ModelNotFound or EngineError, and EngineError where the extra is not installed."""
     from compaction.errors import EngineError
 
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else an unreachable hub writes six lines before our one
     shown = errors()
     with shown.status(f"loading {model} …") if shown.is_terminal else _Quiet():
         try:
@@ -73,7 +77,8 @@ def engine_of(model: str, device: str | None) -> TransformersEngine:
 
             return TransformersEngine(model, device=device)
         except ImportError as exc:
-            raise EngineError(f"a local model needs torch and transformers ({exc}): pip install 'kv-compaction[model]'") from exc
+            install = "pip install 'kv-compaction[model]'"
+            raise EngineError(f"a local model needs torch and transformers ({exc}): {install}") from exc
 
 
 class _Quiet:

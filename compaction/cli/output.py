@@ -1,6 +1,6 @@
 """What all commands share on their way out: one JSON object, tables, and conversation text that is safe to show.
 
-Invariant: nothing a conversation holds reaches a terminal as a control character, and nothing is cut without an ellipsis.
+Invariant: nothing a conversation holds reaches a terminal as a control character; nothing is cut without an ellipsis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-__all__ = ["console", "emit", "errors", "figure", "mib", "pairs", "plain", "progress", "say", "table"]
+__all__ = ["console", "counted", "emit", "errors", "figure", "mib", "pairs", "plain", "progress", "say", "table"]
 
 PIPED_WIDTH = 160
 
@@ -102,6 +102,11 @@ def figure(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.1f}" if isinstance(value, float) else plain(str(value))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def mib(bytes: int | None) -> str:

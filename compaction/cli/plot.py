@@ -46,7 +46,8 @@ def _tokens(axes: Any, figures: Figures, limit: int) -> None:
     turns = range(1, len(figures.series) + 1)
     without = [turn.history_tokens for turn in figures.series]
     _broken(axes, figures, turns, without, color=_WITHOUT, linestyle=":", linewidth=1.4, label="without compaction")
-    _broken(axes, figures, turns, [t.peak_tokens for t in figures.series], color=_SENT, linewidth=1.6, label="prompt + reply")
+    peaks = [turn.peak_tokens for turn in figures.series]
+    _broken(axes, figures, turns, peaks, color=_SENT, linewidth=1.6, label="prompt + reply")
     axes.axhline(limit, color=_LIMIT, linestyle="--", linewidth=1.2, label=f"budget: {limit:,}")
     if figures.cuts:
         at = [cut.turn + 1 for cut in figures.cuts]
@@ -54,7 +55,7 @@ def _tokens(axes: Any, figures: Figures, limit: int) -> None:
         axes.vlines(at, after, before, color=_CUT, linewidth=1.2, alpha=0.8)
         axes.plot(at, after, "v", color=_CUT, markersize=5, label=f"compaction ({len(at)})")
     # What there would be without compaction may be many budgets high; the line may leave the picture.
-    axes.set_ylim(top=1.1 * max(limit, *(turn.peak_tokens for turn in figures.series), min(2 * limit, max(without or [0])), 1))
+    axes.set_ylim(top=1.1 * max(limit, *peaks, min(2 * limit, max(without, default=0))))
     axes.set_ylabel("tokens")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
@@ -67,13 +68,15 @@ def _memory(axes: Any, figures: Figures, limit: int) -> None:
     axes.set_ylabel("MiB")
 
 
-def _broken(axes: Any, figures: Figures, turns: Sequence[int], values: Sequence[float], *, label: str, **style: Any) -> None:
+def _broken(
+    axes: Any, figures: Figures, turns: Sequence[int], values: Sequence[float], *, label: str, **style: Any
+) -> None:
     """One line a conversation: nothing connects the end of one to the beginning of the next."""
     start = 0
     for end in range(1, len(turns) + 1):
         if end == len(turns) or figures.series[end].conversation != figures.series[start].conversation:
-            marker = "o" if end - start == 1 else None
-            axes.plot(turns[start:end], values[start:end], marker=marker, markersize=3, label=label if not start else None, **style)
+            style |= {"marker": "o" if len(turns) <= 40 or end - start == 1 else None, "markersize": 3}
+            axes.plot(turns[start:end], values[start:end], label=None if start else label, **style)
             start = end
 
 

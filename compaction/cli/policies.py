@@ -43,7 +43,8 @@ def policies(name: str | None, as_json: bool) -> None:
     if as_json:
         emit(rows[0] if name is not None else {"policies": rows})
     elif name is None:
-        console().print(table("", ("policy", "what it does", "parameters"), ((r["name"], r["doc"], _call(r)) for r in rows)))
+        cells = ((row["name"], row["doc"], _call(row)) for row in rows)
+        console().print(table("", ("policy", "what it does", "parameters"), cells))
     else:
         console().print(f"{name}: {inspect.getdoc(found[name]) or 'no description'}\n")
         console().print(pairs("", [(key, _parameter(value)) for key, value in rows[0]["parameters"].items()]))
@@ -82,7 +83,9 @@ def _parameter(value: dict[str, Any]) -> str:
 def _value(value: dict[str, Any]) -> str:
     if "default" not in value:
         return "…"
+    from compaction.cli.output import plain
+
     default = value["default"]
     if isinstance(default, list):
         return "+".join(map(str, default)) or "nothing"
-    return "none" if default is None else str(default)
+    return "none" if default is None else plain(str(default), 60)

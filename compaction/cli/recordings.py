@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from compaction.errors import InvalidInput, InvalidTranscript
+from compaction.errors import InvalidInput, InvalidMessage, InvalidTranscript
+from compaction.grammar import Batch, accept
+from compaction.messages import Message, dumps
 from compaction.transcripts import Transcript, read
 
 __all__ = ["Recording", "read_all"]
@@ -30,6 +32,26 @@ class Recording:
         """The messages as recorded."""
         return self.transcript.messages
 
+    def skipped_turns(self) -> int:
+        """How many assistant messages stand where calls still wait for results: nothing can be generated there.
+
+        Raises InvalidTranscript for a tool result without its call.
+        """
+        skipped, batch = 0, None
+        for index, data in enumerate(self.messages):
+            message = Message(str(index), dumps(data))
+            try:
+                accept(batch, message)
+            except InvalidMessage as exc:
+                raise self.fault(index, exc.reason) from exc
+            if message.role == "tool" and batch is not None:
+                batch.accept(message)
+                continue
+            if message.role == "assistant":
+                skipped += bool(batch and batch.pending)
+            batch = Batch.opened_by(message) if message.role == "assistant" and message.call_ids else None
+        return skipped
+
     def fault(self, index: int, reason: str) -> InvalidTranscript:
         """An error about message `index`, with file and line."""
         return InvalidTranscript(self.file, self.transcript.line, f"message {index} of {self.id!r}: {reason}")
@@ -38,8 +60,8 @@ class Recording:
 def read_all(paths: Sequence[str], limit: int | None) -> list[Recording]:
     """The first `limit` conversations of these files.
 
-    Raises InvalidTranscript for what cannot be read and for an id that stands twice (a log knows a conversation by its
-    id), InvalidInput where there is no conversation at all.
+    Raises InvalidTranscript for what cannot be read, for a tool result without its call, and for an id that stands
+    twice (a log knows a conversation by its id), InvalidInput where there is no conversation at all.
     """
     found: dict[str, Recording] = {}
     for recording in islice(_each(paths), limit):
@@ -48,9 +70,10 @@ def read_all(paths: Sequence[str], limit: int | None) -> list[Recording]:
             first = f"{other.file}:{other.transcript.line}"
             reason = f"conversation {recording.id!r} stands at {first} already: give each an id of its own"
             raise InvalidTranscript(recording.file, recording.transcript.line, reason)
+        recording.skipped_turns()
         found[recording.id] = recording
     if not found:
-        raise InvalidInput(f"no conversation in {', '.join(paths)}: each line is {{\"id\": …, \"messages\": […]}}")
+        raise InvalidInput(f'no conversation in {", ".join(paths)}: each line is {{"id": …, "messages": […]}}')
     return list(found.values())
 
 

@@ -77,6 +77,7 @@ def _show(result: Replay) -> None:
     )
     for verdict in sorted(bad, key=lambda verdict: verdict.result)[:1]:
         words = verdict.result.replace("_", " ")
-        out.print(f"first {words}: event {verdict.seq} of {plain(verdict.conversation)!r}: {plain(verdict.reason)}", soft_wrap=True)
+        where = f"event {verdict.seq} of {plain(verdict.conversation)!r}"
+        out.print(f"first {words}: {where}: {plain(verdict.reason)}", soft_wrap=True)
     if len(bad) > 1:
         out.print(f"{len(bad) - 1:,} more: see --json")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from compaction.budget import Budget
-    from compaction.cli.figures import Figures
     from compaction.cli.forced import Player
     from compaction.cli.recordings import Recording
     from compaction.engines import TransformersEngine
@@ -40,14 +38,15 @@ UNSATISFIABLE = 3
 def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options: Any) -> int:
     """Play recorded conversations through a live session with a real model and a real KV cache.
 
-    The recorded messages are the conversation (teacher forcing): at each recorded assistant message the session compacts
-    where it must and generates --max-new-tokens, the usage is logged, the generated ids leave the cache again, and the
-    recorded message is appended. What was generated stays in the log as a `probe` event.
+    The recorded messages are the conversation (teacher forcing): at each recorded assistant message the session
+    compacts where it must and generates --max-new-tokens, the usage is logged, the generated ids leave the cache
+    again, and the recorded message is appended. What was generated stays in the log as a `probe` event.
 
-    TRANSCRIPT is .json, .jsonl or .jsonl.gz: one conversation a line, {"id": …, "messages": […]}, or a list of messages.
+    TRANSCRIPT is .json, .jsonl or .jsonl.gz: one conversation a line, {"id": …, "messages": […]}, or a list of
+    messages.
 
-    Run it again with the same --log to RESUME: what the log holds is matched and not doubled, so a run that was killed at
-    any moment ends complete. The figures are read from the log and cover those conversations whole.
+    Run it again with the same --log to RESUME: what the log holds is matched and not doubled, so a run that was
+    killed at any moment ends complete. The figures are read from the log and cover those conversations whole.
 
     \b
     Examples:
@@ -73,7 +72,9 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
     """
     from compaction.cli.opening import budget_of, engine_of, log_of, policy_of
     from compaction.cli.output import emit, say
+    from compaction.cli.plot import draw
     from compaction.cli.recordings import read_all
+    from compaction.cli.summary import Played, show
 
     policy = policy_of(options["policy"])
     budget = budget_of(options["budget"], options["kv_budget"], options["reserve"])
@@ -84,16 +85,34 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
         limit = _limit(budget, engine, options["max_new_tokens"])
         began = time.monotonic()
         player = _play(recordings, engine, policy, budget, log, options["max_new_tokens"])
-        played = _Run(recordings, engine, policy, limit, options["log_path"], player, time.monotonic() - began)
+        played = Played(
+            recordings,
+            engine,
+            options["policy"] or "default",
+            limit,
+            options["log_path"],
+            player,
+            time.monotonic() - began,
+        )
         figures = played.figures(log)
     result = played.to_json(figures)
     if plot:
-        _draw(plot, played, figures, result)
-    emit(result) if as_json else _show(played, result, plot)
+        draw(plot, figures, limit=limit, bytes_per_token=engine.kv_bytes_per_token, title=played.title(result))
+    emit(result) if as_json else show(played, result, plot)
+    if result["unsatisfiable"]:
+        say(_misfits(result["unsatisfiable"], player))
+    return UNSATISFIABLE if result["unsatisfiable"] else 0
+
+
+def _misfits(count: int, player: Player) -> str:
+    """One line; the reason is at hand only where it happened in this run."""
+    from compaction.cli.output import counted
+
+    line = f"{counted(count, 'turn')} could not fit the budget"
     if player.misfits:
         first = player.misfits[0]
-        say(f"{len(player.misfits)} turns cannot fit; first message {first.index} of {first.conversation!r}: {first.reason}")
-    return UNSATISFIABLE if result["unsatisfiable"] else 0
+        line += f"; first before message {first.index} of {first.conversation!r}: {first.reason}"
+    return line
 
 
 def _limit(budget: Budget, engine: TransformersEngine, max_new_tokens: int) -> int:
@@ -112,19 +131,20 @@ def _play(
 ) -> Player:
     """All recordings, with a progress bar; Ctrl-C says what is safe."""
     from compaction.cli.forced import OneWriter, Player
-    from compaction.cli.output import plain, progress
+    from compaction.cli.output import counted, plain, progress
     from compaction.manager import SessionManager
 
     manager = SessionManager(engine=engine, policy=policy, budget=budget, log=OneWriter(log))
     asked = [{"role": "user", "content": "a"}]
     opening = len(engine.template.ids(asked, None)) - len(engine.template.ids(asked, None, generation_prompt=False))
-    player = Player(manager, max_new_tokens, max(0, opening))
     total = sum(len(recording.messages) for recording in recordings)
     with progress("messages") as bar:
         task = bar.add_task("", total=total, note="")
-        player.on_message = lambda tokens, compactions: bar.update(
-            task, advance=1, note=f"{tokens:,} tokens · {compactions} compactions"
-        )
+
+        def step(tokens: int, compactions: int) -> None:
+            bar.update(task, advance=1, note=f"{tokens:,} tokens · {counted(compactions, 'compaction')}")
+
+        player = Player(manager, max_new_tokens, max(0, opening), step)
         for number, recording in enumerate(recordings, 1):
             bar.update(task, description=f"{number}/{len(recordings)} {plain(recording.id, 24)}")
             try:
@@ -145,60 +165,6 @@ def _where(log: AuditLog | MemoryLog, recording: Recording) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What was played, and how; `limit` in tokens."""
-
-    recordings: list[Recording]
-    engine: TransformersEngine
-    policy: Policy
-    limit: int
-    log_path: str | None
-    player: Player
-    seconds: float
-
-    def figures(self, log: AuditLog | MemoryLog) -> Figures:
-        """The figures of these conversations, out of the log."""
-        from compaction.cli.figures import Figures
-
-        figures = Figures()
-        for recording in self.recordings:
-            figures.add(log.events(recording.id))
-        return figures
-
-    def to_json(self, figures: Figures) -> dict[str, Any]:
-        """The documented keys, in their order."""
-        from compaction.cli.figures import percentile, skipped_turns
-
-        skipped = min(figures.silent, sum(skipped_turns(recording.messages) for recording in self.recordings))
-        return {
-            "conversations": figures.conversations,
-            "messages": figures.messages,
-            "turns": figures.turns,
-            "compactions": len(figures.cuts),
-            "discarded_spans": figures.discarded_spans,
-            "discarded_tokens": figures.discarded_tokens,
-            "budget_tokens": self.limit,
-            "peak_tokens": figures.peak_tokens,
-            "peak_kv_bytes": figures.peak_kv_bytes,
-            "prefilled_tokens": figures.prefilled_tokens,
-            "reused_tokens": figures.reused_tokens,
-            "generated_tokens": figures.generated_tokens,
-            "summary_tokens": figures.summary_tokens,
-            "unsatisfiable": figures.silent - skipped,
-            "skipped": skipped,
-            "interrupted": figures.interrupted,
-            "ttft_ms_p50": percentile(figures.ttft_ms, 50),
-            "ttft_ms_p95": percentile(figures.ttft_ms, 95),
-            "tpot_ms_p50": percentile(figures.tpot_ms, 50),
-            "reuse_violations": len(self.player.violations),
-            "resumed_messages": self.player.resumed,
-            "model": self.engine.name,
-            "policy": self.policy.name,
-            "log": self.log_path,
-        }
-
-
 def _check_plot(plot: str | None) -> None:
     """What would make the plot fail is said before the run, not after it."""
     from importlib.util import find_spec
@@ -208,51 +174,7 @@ def _check_plot(plot: str | None) -> None:
         return
     if find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'kv-compaction[plot]'")
+    if not plot.endswith((".png", ".svg", ".pdf")):
+        raise click.UsageError(f"--plot {plot}: give a name that ends in .png, .svg or .pdf")
     if not Path(plot).absolute().parent.is_dir():
         raise click.UsageError(f"--plot {plot}: its folder does not exist: create it first")
-
-
-def _draw(plot: str, played: _Run, figures: Figures, result: dict[str, Any]) -> None:
-    from compaction.cli.plot import draw
-
-    title = f"{result['model']} · {result['policy']} · {result['conversations']} conversations"
-    draw(plot, figures, limit=played.limit, bytes_per_token=played.engine.kv_bytes_per_token, title=title)
-
-
-def _show(played: _Run, result: dict[str, Any], plot: str | None) -> None:
-    from compaction.cli.output import console, mib, pairs, plain
-
-    fed = result["prefilled_tokens"] + result["reused_tokens"]
-    reused = f" ({result['reused_tokens'] / fed:.0%} of all prompt tokens)" if fed else ""
-    resumed = f", {result['resumed_messages']:,} of them in the log before" if result["resumed_messages"] else ""
-    kv_limit = mib(played.limit * played.engine.kv_bytes_per_token)
-    rows: list[tuple[str, object]] = [
-        ("model", f"{result['model']} on {played.engine.model.device}"),
-        ("policy", result["policy"]),
-        ("played", f"{result['conversations']:,} conversations, {result['messages']:,} messages{resumed}"),
-        ("turns", f"{result['turns']:,} in {played.seconds:,.1f} s"),
-        ("compactions", f"{result['compactions']:,}: {result['discarded_spans']:,} spans, "
-                        f"{result['discarded_tokens']:,} tokens, all of them in the log"),  # fmt: skip
-        ("peak tokens", f"{result['peak_tokens']:,} of {result['budget_tokens']:,}"),
-        ("peak KV cache", f"{mib(result['peak_kv_bytes'])} measured (the budget comes to {kv_limit})"),
-        ("prefilled", f"{result['prefilled_tokens']:,} tokens"),
-        ("reused", f"{result['reused_tokens']:,} tokens{reused}"),
-        ("generated", f"{result['generated_tokens']:,} tokens"),
-        ("time to first token", f"{_ms(result['ttft_ms_p50'])} median, {_ms(result['ttft_ms_p95'])} p95"),
-        ("time per token", f"{_ms(result['tpot_ms_p50'])} median"),
-    ]
-    if result["summary_tokens"]:
-        rows.append(("summaries", f"{result['summary_tokens']:,} tokens read and written for them"))
-    for key, words in (("unsatisfiable", "turns could not fit the budget"), ("skipped", "turns among unanswered calls")):
-        if result[key]:
-            rows.append((key, f"{result[key]:,} {words}"))
-    violations = played.player.violations
-    rows.append(("reuse", f"{len(violations)} violations; first: {violations[0]}" if violations else "as promised, each turn"))
-    rows.append(("log", result["log"] or "in memory, gone now: give --log DB to keep it"))
-    if plot:
-        rows.append(("plot", plot))
-    console().print(pairs("", [(name, plain(str(value))) for name, value in rows]))
-
-
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f} ms"

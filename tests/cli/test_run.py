@@ -1,0 +1,118 @@
+"""`compaction run` and `chat` on the real model, by real processes: whole, stopped in every way, and repeated."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from compaction.events import NewEvent
+from compaction.store import AuditLog
+from tests.cli.harness import (
+    NAME,
+    TALK,
+    as_json,
+    cli,
+    generating,
+    kinds,
+    logged,
+    start,
+    stop,
+    verified,
+    wait_for,
+)
+
+pytestmark = pytest.mark.model
+
+KEYS = [
+    "conversations", "messages", "turns", "compactions", "discarded_spans", "discarded_tokens",
+    "budget_tokens", "peak_tokens", "peak_kv_bytes", "prefilled_tokens", "reused_tokens", "generated_tokens",
+    "summary_tokens", "unsatisfiable", "skipped", "interrupted", "ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50",
+    "reuse_violations", "resumed_messages", "model", "policy", "log",
+]  # fmt: skip
+
+
+def run_of(talk: Path, db: Path, new: int = 4) -> list[object]:
+    """The arguments of a run with small figures."""
+    return ["run", talk, "--budget", 400, "--policy", "sliding_window", "--max-new-tokens", new, "--log", db]
+
+
+def test_a_run_keeps_its_promises(talk: Path, tmp_path: Path) -> None:
+    """Within the budget at every pass, reused as promised, verified, replayed alike, all messages logged, and drawn."""
+    db, picture = tmp_path / "a.db", tmp_path / "a.png"
+
+    found = as_json(*run_of(talk, db), "--plot", picture)
+
+    assert list(found) == KEYS
+    assert (found["messages"], found["turns"], found["unsatisfiable"]) == (len(TALK), 5, 0)
+    assert 0 < found["peak_tokens"] <= 400 and found["compactions"] > 0 and found["reused_tokens"] > 0
+    assert found["reuse_violations"] == 0 and found["peak_kv_bytes"] > 0
+    assert logged(db) == TALK
+    assert as_json("audit", "verify", db)["ok"]
+    replayed = as_json("replay", db)
+    assert replayed["identical"] == replayed["decisions"] == found["compactions"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_killed_and_repeated(talk: Path, tmp_path: Path) -> None:
+    """After kill -9 the log verifies, and the same command completes it: every message once, the totals whole."""
+    db = tmp_path / "a.db"
+    process = start(*run_of(talk, db, 60))
+    wait_for(db, generating, process)
+
+    assert stop(process, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert verified(db)
+    held = len(logged(db))
+    found = as_json(*run_of(talk, db))
+
+    assert logged(db) == TALK
+    assert found["resumed_messages"] == held > 0
+    assert (found["messages"], found["turns"], found["unsatisfiable"]) == (len(TALK), 5, 0)
+    assert found["reuse_violations"] == 0 and verified(db)
+
+
+def test_interrupted_and_repeated(talk: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a turn is one line and exit code 130; the log verifies and a re-run completes it."""
+    db = tmp_path / "a.db"
+    process = start(*run_of(talk, db, 60))
+    wait_for(db, generating, process)
+
+    code, stderr = stop(process, signal.SIGINT)
+
+    assert code == 130
+    assert stderr.startswith("interrupted: ") and stderr.count("\n") == 1 and "run the same command again" in stderr
+    assert verified(db)
+    assert as_json(*run_of(talk, db))["messages"] == len(TALK)
+    assert logged(db) == TALK and verified(db)
+
+
+def test_two_writers(talk: Path, tmp_path: Path) -> None:
+    """Where another process writes to the conversation meanwhile, the run stops with one line and doubles nothing."""
+    db = tmp_path / "a.db"
+    process = start(*run_of(talk, db, 60))
+    wait_for(db, generating, process)
+
+    with AuditLog(db) as log:
+        log.commit(NAME, log.seq(NAME), [NewEvent("reanchored", "2026-01-01T00:00:00+00:00", {"reason": "test"})])
+    stderr = process.communicate(timeout=120)[1]
+
+    assert process.returncode == 2
+    assert stderr.startswith(f"error: conversation '{NAME}' is being written by another process")
+    assert stderr.count("\n") == 1
+    assert logged(db) == TALK[: len(logged(db))] and verified(db)
+
+
+def test_chat_by_pipe(tmp_path: Path) -> None:
+    """Lines are answered, slash commands work, a bad one is one line, and the log resumes the conversation."""
+    db = tmp_path / "chat.db"
+    options = ["chat", "--budget", 200, "--max-new-tokens", 4, "--log", db]
+    typed = "What is a cat?\n/pin\n/history\n/usage\n/bogus\n/compact\n/quit\nnot read\n"
+
+    done = cli(*options, "--system", "Be terse.", stdin=typed, code=2)
+
+    assert "new conversation 'chat'" in done.stdout and "/200 tokens" in done.stdout and "pinned" in done.stdout
+    assert done.stderr.splitlines() == [line for line in done.stderr.splitlines() if "unknown command /bogus" in line]
+    found = as_json(*options, stdin="Why?\n")
+    assert (found["resumed_messages"], len(found["replies"]), found["errors"]) == (3, 1, 0)
+    assert kinds(db)["pinned"] == 1 and kinds(db)["appended"] == 5 and verified(db)
