@@ -1,0 +1,25 @@
+"""What the demos share: where they find their data, and where they write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compaction.transcripts import Transcript, read
+
+HERE = Path(__file__).resolve().parent
+DATA = HERE / "data"
+
+
+def output(name: str) -> Path:
+    """A fresh path in `demo-output/`: what an earlier run of the demo left there is gone. Git ignores the folder."""
+    folder = HERE.parent / "demo-output"
+    folder.mkdir(exist_ok=True)
+    (folder / ".gitignore").write_text("*\n")
+    for ending in ("", "-wal", "-shm"):
+        (folder / f"{name}{ending}").unlink(missing_ok=True)
+    return folder / name
+
+
+def conversations(file: str) -> list[Transcript]:
+    """The conversations of a file in `demos/data/`."""
+    return list(read(DATA / file))
