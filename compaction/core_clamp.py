@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from compaction.budget import Target
 from compaction.grammar import editable
@@ -29,9 +29,9 @@ class CoreClamp:
     Keeps: the floor. Loses: everything else where needed. Costs: no model call.
     """
 
-    name: ClassVar[str] = "core_clamp"
-    version: ClassVar[int] = 1
-    needs: ClassVar[frozenset[str]] = frozenset()
+    name = "core_clamp"
+    version = 1
+    needs = frozenset[str]()
 
     @property
     def params(self) -> Mapping[str, Any]:

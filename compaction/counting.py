@@ -52,6 +52,7 @@ class Tally:
             batch = _follow(batch, message, index if len(messages) > 1 else None)
             leads = leads and message.role in LEADING
             payload: dict[str, Any] = {}
+            tokens = 0
             if leads:
                 leading.append(message.fresh())
                 old, head = sum(head), self.head(leading)

@@ -237,8 +237,7 @@ def _plan(planner: Policy, view: View, target: Target, rung: int, failures: list
         failures.append(Failure(rung, "illegal", str(exc)))
     except CompactionError:
         raise
-    # A third party's policy may raise anything; the ladder goes on and the event says what happened.
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001  a third party's policy may raise anything; the decision says what
         failures.append(Failure(rung, "policy_error", f"{type(exc).__name__}: {exc}"))
     return None
 
@@ -253,10 +252,10 @@ def _try(
     answers: Oracle,
 ) -> tuple[tuple[str, ...], Applied] | None:
     """The plan applied, its summaries written, or None with the reason added to the failures."""
+    texts: list[str] = []
     try:
         draft = view.after(plan)
         problem = _check(view, draft, target, limits)
-        texts: list[str] = []
         for action in plan.digests if problem is None else ():
             summary = answers.digest(action, view)
             if code := _unusable(summary):
@@ -270,7 +269,8 @@ def _try(
             allowed, draft = dict(draft.changed), view.apply(plan, texts)
             problem = _oversized(allowed, draft) or _check(view, draft, target, limits)
     except InvalidPlan as exc:
-        problem = ("illegal", str(exc))
+        failures.append(Failure(rung, "illegal", str(exc)))
+        return None
     if problem is not None:
         failures.append(Failure(rung, *problem))
         return None

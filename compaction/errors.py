@@ -101,7 +101,7 @@ class InvalidPlan(InvalidInput):
 class BudgetUnsatisfiable(CompactionError):
     """The floor at its minimum exceeds the room: no plan whatever can fit.
 
-    `floor` is the minimum floor in tokens, `room` the tokens a prompt may have, `parts` the floor by what it is made of.
+    `floor` is the minimum floor in tokens, `room` the tokens a prompt may have, `parts` what the floor is made of.
     """
 
     def __init__(self, floor: int, room: int, parts: Mapping[str, int]) -> None:

@@ -101,8 +101,7 @@ def fulfil(
 def _ask(summarizer: Summarizer, chunk: str, action: Digest, max_tokens: int, limit: int) -> Summary:
     try:
         return summarizer(chunk, instruction=action.instruction, max_tokens=max_tokens, limit=limit)
-    # Any model or callable may fail in any way: the failure is recorded, the original stays, the next rung plans.
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001  a model may fail in any way: it is recorded, the next rung plans
         return Summary(f"{type(exc).__name__}: {exc}", "error")
 
 

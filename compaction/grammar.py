@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 from compaction.errors import InvalidMessage
@@ -51,7 +52,7 @@ class WholeUnits:
     def allows(self, lines: Sequence[Line]) -> bytearray:
         """1 wherever the neighbours belong to different units, and at both ends."""
         units = [line.unit for line in lines]
-        return bytearray([1, *(a != b for a, b in zip(units, units[1:], strict=False)), 1]) if units else bytearray([1])
+        return bytearray([1, *(a != b for a, b in pairwise(units)), 1]) if units else bytearray([1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Plans: what to do to a view, as data without effects.
 
-Invariant: a plan names entries and code-point ranges of original strings; it holds no counts and does nothing by itself.
+Invariant: a plan names entries and code-point ranges of original strings; it holds no counts and has no effects.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def policies() -> dict[str, Factory]:
     Raises InvalidPolicy where two packages claim a name, or where one cannot be loaded.
     """
     found: dict[str, Factory] = dict(BUILTIN)
-    claimed = dict.fromkeys(BUILTIN, ("kv-compaction", "built in"))
+    claimed: dict[str, tuple[str, str]] = dict.fromkeys(BUILTIN, ("kv-compaction", "built in"))
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         claim = (_origin(point), point.value)
         if claim == claimed.get(point.name):  # one package seen twice on the path

@@ -1,6 +1,6 @@
 """Deciding every logged decision again, from the log alone.
 
-Invariant: no tokenizer and no model is loaded; counts and summaries are the recorded ones, in the order they were asked.
+Invariant: no tokenizer and no model is loaded; counts and summaries are the recorded ones, in the order asked.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def replay(
     conversations: Iterable[str],
     *,
     make: MakePolicy = make_policy,
-    on_decision: Callable[[Verdict], None] = lambda verdict: None,
+    on_decision: Callable[[Verdict], None] | None = None,
 ) -> Replay:
     """Decide every committed decision of these conversations again and compare the bytes."""
     result = Replay()
@@ -123,7 +123,8 @@ def replay(
             if event.kind == "decision_committed":
                 verdict = _again(log, state, event, make)
                 result.verdicts.append(verdict)
-                on_decision(verdict)
+                if on_decision is not None:
+                    on_decision(verdict)
             state = _step(log, state, event)
     return result
 

@@ -95,10 +95,13 @@ class Session:
                     raise
                 self.state = load(self._set.log, self.id)
                 continue
-            bodies = {text.digest: text.body for text in texts}
-            for event in written:
-                self.state.apply(event, lambda digest: bodies.get(digest) or self._set.log.text(digest))
+            self._fold(written, texts)
             return written
+
+    def _fold(self, written: Sequence[Event], texts: Sequence[Text]) -> None:
+        bodies = {text.digest: text.body for text in texts}
+        for event in written:
+            self.state.apply(event, lambda digest: bodies[digest] if digest in bodies else self._set.log.text(digest))
 
     def _event(self, kind: Any, payload: Mapping[str, Any]) -> NewEvent:
         return NewEvent(kind, self._set.clock(), payload)
@@ -341,7 +344,7 @@ class Session:
             return Reply(written[0].payload["message"], made.text, made.finish_reason, usage, prepared.decision)
 
     def probe(self, *, max_new_tokens: int = 32) -> Reply:
-        """Generate as `generate` would, but take the reply out of the cache again and keep it as a `probe` event only."""
+        """As `generate`, but the reply is taken out of the cache again and kept as a `probe` event only."""
         with self._turn:
             generation, prepared = self._start(max_new_tokens)
             for _ in self._pieces(generation):

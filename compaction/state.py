@@ -148,7 +148,7 @@ class State:
         return bool(self.opened.get("additive", True))
 
     def kept_units(self) -> tuple[list[str], list[str], list[str]]:
-        """Units that must stay, each once: pinned, the last user message's, the newest batch the model has not answered."""
+        """Units that must stay, each once: pinned, the last user message's, the newest batch not answered yet."""
         seen: set[str] = set()
 
         def once(units: Iterable[str | None]) -> list[str]:

@@ -173,16 +173,16 @@ class AsyncStream(_Base, AsyncIterator[Any]):
 
     async def _step(self) -> Any:
         try:
-            self._iterator = self._iterator or self._source.__aiter__()
-            return await self._iterator.__anext__()
+            iterator = self._iterator = self._iterator or self._source.__aiter__()
+            return await iterator.__anext__()
         except StopAsyncIteration:
             raise
         except Exception as exc:  # whatever the model raised: `_again` raises what it does not mend
             if self._partial.pieces:
                 raise
             self._source = await self._again(exc)
-            self._iterator = self._source.__aiter__()
-            return await self._iterator.__anext__()
+            iterator = self._iterator = self._source.__aiter__()
+            return await iterator.__anext__()
 
     async def aclose(self) -> None:
         """End the reply here; what came so far is kept as `interrupted` only."""

@@ -364,7 +364,7 @@ def apply_plan(
             step.edit(number, action)
     after: list[Entry] = []
     for entry in before:
-        after += [new for new in step.inserted.get(entry.id, ())]
+        after += step.inserted.get(entry.id, ())
         if entry.id in live:
             after.append(live[entry.id])
     discards = sorted(step.discards, key=lambda d: (order[d.span.message_id], d.span.path, d.span.start))

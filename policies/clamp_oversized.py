@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from compaction.budget import Target
 from compaction.plan import Clamp, Plan, marker
@@ -40,9 +40,9 @@ class ClampOversized:
 
     max_fraction: float = 0.25
 
-    name: ClassVar[str] = "clamp_oversized"
-    version: ClassVar[int] = 1
-    needs: ClassVar[frozenset[str]] = frozenset()
+    name = "clamp_oversized"
+    version = 1
+    needs = frozenset[str]()
 
     def __post_init__(self) -> None:
         need_share(self.name, "max_fraction", self.max_fraction)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
@@ -47,9 +47,9 @@ class ClearToolResults:
     min_tokens: int = 50
     exclude: tuple[str, ...] = ()
 
-    name: ClassVar[str] = "clear_tool_results"
-    version: ClassVar[int] = 1
-    needs: ClassVar[frozenset[str]] = frozenset()
+    name = "clear_tool_results"
+    version = 1
+    needs = frozenset[str]()
 
     def __post_init__(self) -> None:
         need_integer(self.name, "keep_last", self.keep_last, 0)

@@ -6,7 +6,7 @@ Invariant: its plan is the plan of exactly one of the two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
@@ -32,8 +32,8 @@ class Fallback:
     first: Policy
     second: Policy
 
-    name: ClassVar[str] = "fallback"
-    version: ClassVar[int] = 1
+    name = "fallback"
+    version = 1
 
     def __post_init__(self) -> None:
         for field, policy in (("first", self.first), ("second", self.second)):

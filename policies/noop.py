@@ -6,7 +6,7 @@ Invariant: its plan is empty, so that only the core's own clamp keeps a request 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from compaction.budget import Target
 from compaction.plan import Plan
@@ -22,9 +22,9 @@ class NoOp:
     Keeps everything, loses nothing, costs nothing. For measuring what a conversation needs without compaction.
     """
 
-    name: ClassVar[str] = "noop"
-    version: ClassVar[int] = 1
-    needs: ClassVar[frozenset[str]] = frozenset()
+    name = "noop"
+    version = 1
+    needs = frozenset[str]()
 
     @property
     def params(self) -> dict[str, Any]:

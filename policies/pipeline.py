@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
@@ -32,8 +32,8 @@ class Pipeline:
 
     stages: Sequence[Policy]
 
-    name: ClassVar[str] = "pipeline"
-    version: ClassVar[int] = 1
+    name = "pipeline"
+    version = 1
 
     def __post_init__(self) -> None:
         given: object = self.stages  # a caller without a type checker may hand in anything

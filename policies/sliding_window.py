@@ -6,7 +6,7 @@ Invariant: the middle goes, oldest first; the sinks go only where the request wo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from compaction.budget import Target
 from compaction.plan import Plan
@@ -38,9 +38,9 @@ class SlidingWindow:
     keep_last: int = 2
     sink_share: float = 0.25
 
-    name: ClassVar[str] = "sliding_window"
-    version: ClassVar[int] = 1
-    needs: ClassVar[frozenset[str]] = frozenset()
+    name = "sliding_window"
+    version = 1
+    needs = frozenset[str]()
 
     def __post_init__(self) -> None:
         need_integer(self.name, "sinks", self.sinks, 0)

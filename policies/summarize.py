@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
@@ -55,9 +55,9 @@ class Summarize:
     sinks: int = 0
     _fn: Summarizer | None = field(default=None, init=False, compare=False, repr=False)
 
-    name: ClassVar[str] = "summarize"
-    version: ClassVar[int] = 1
-    needs: ClassVar[frozenset[str]] = frozenset()
+    name = "summarize"
+    version = 1
+    needs = frozenset[str]()
 
     def __post_init__(self) -> None:
         need_integer(self.name, "max_tokens", self.max_tokens, 1)

@@ -6,7 +6,7 @@ Invariant: one contiguous run of units, from the oldest on, less those that must
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from compaction.budget import Target
 from compaction.plan import Plan
@@ -33,9 +33,9 @@ class Truncate:
 
     keep_last: int = 0
 
-    name: ClassVar[str] = "truncate"
-    version: ClassVar[int] = 1
-    needs: ClassVar[frozenset[str]] = frozenset()
+    name = "truncate"
+    version = 1
+    needs = frozenset[str]()
 
     def __post_init__(self) -> None:
         need_integer(self.name, "keep_last", self.keep_last, 0)

@@ -1,7 +1,7 @@
 """Appending, planning and preparing, at 10 thousand and at one million tokens.
 
-The conversation is the aider history, all 984 sessions as one (1.1 M cl100k tokens). Comparators run in the same process,
-alternating with ours; ratios are medians with their spread.
+The conversation is the aider history, all 984 sessions as one (1.1 M cl100k tokens). Comparators run in the same
+process, alternating with ours; ratios are medians with their spread.
 """
 
 from __future__ import annotations

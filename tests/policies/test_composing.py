@@ -41,7 +41,8 @@ class Fixed:
 
     def plan(self, view: View, target: Target) -> Plan:
         """The fixed plan."""
-        return Plan(tuple(self.actions(view) if callable(self.actions) else self.actions))
+        actions: Any = self.actions(view) if callable(self.actions) else self.actions
+        return Plan(tuple(actions))
 
 
 def clamp(start: int, end: int, id: str = "m1") -> Clamp:

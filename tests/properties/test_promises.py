@@ -101,7 +101,7 @@ class _Run:
 @settings(max_examples=25)
 @given(data=st.data())
 def test_every_promise_holds_at_every_step(name: str, data: st.DataObject) -> None:
-    """Fit or typed error, legal output, strict progress, conservation and pins, after each message of a conversation."""
+    """Fit or typed error, legal output, strict progress, conservation and pins, after each message."""
     messages = data.draw(conversations(max_blocks=10))
     tools = data.draw(tool_schemas())
     counter = FakeCounter(merge_roles=data.draw(st.booleans()))

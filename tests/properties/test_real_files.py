@@ -1,4 +1,4 @@
-"""Every file of recorded conversations through `compact()`, at budgets from the floor to the whole, with all policies."""
+"""Every file of recorded conversations through `compact()`: budgets from the floor to the whole, all policies."""
 
 from __future__ import annotations
 
