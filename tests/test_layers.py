@@ -26,9 +26,6 @@ HOUSE: tuple[frozenset[str], ...] = (
     frozenset({"manager"}),
     frozenset({"middleware", "plugins", "engines"}),
     frozenset({"kv"}),
-    frozenset({"streaming"}),
-    frozenset({"pieces"}),
-    frozenset({"matching"}),
     frozenset({"session", "policies", "store", "tokens", "transcripts"}),
     frozenset({"fulfil", "counting", "prepared"}),
     frozenset({"decide"}),
@@ -39,7 +36,7 @@ HOUSE: tuple[frozenset[str], ...] = (
     frozenset({"plan", "grammar"}),
     frozenset({"messages", "budget", "kv.geometry"}),
     frozenset({"asynchronous"}),
-    frozenset({"errors", "overflow", "turns"}),
+    frozenset({"errors"}),
 )
 FLOOR = {room: number for number, rooms in enumerate(HOUSE) for room in rooms}
 # Policies are independent of each other; what composes them is not.

@@ -10,7 +10,7 @@ from typing import Any
 
 from compaction.budget import Budget
 from compaction.manager import SessionManager
-from compaction.matching import same
+from compaction.middleware.matching import same
 from compaction.policies import Truncate
 from compaction.session import Session
 from compaction.store import MemoryLog

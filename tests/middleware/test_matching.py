@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from compaction.errors import InvalidInput, InvalidMessage, PendingToolCalls
-from compaction.matching import same
+from compaction.middleware.matching import same
 from tests.builders import assistant, call, system, tool, tool_batch, user
 from tests.middleware.scripted import Chunk, Model, history, kinds, make_manager, matches, verified
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from compaction.errors import InvalidInput
-from compaction.turns import Turns, settled
+from compaction.middleware.turns import Turns, settled
 from tests.builders import assistant, user
 from tests.middleware.scripted import history, make_manager, verified
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from compaction.errors import BudgetUnsatisfiable, InvalidInput
-from compaction.overflow import too_long
+from compaction.middleware.overflow import too_long
 from compaction.store import AuditLog
 from tests.builders import assistant, tool_schema, user
 from tests.middleware.scripted import Chunk, Model, Refused, history, kinds, make_manager, verified

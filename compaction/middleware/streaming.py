@@ -14,8 +14,8 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, 
 from typing import Any, Literal, Protocol
 
 from compaction.errors import InvalidInput
-from compaction.pieces import Partial
-from compaction.turns import settled
+from compaction.middleware.pieces import Partial
+from compaction.middleware.turns import settled
 
 __all__ = ["AsyncStream", "Sink", "Stream", "stream_kind"]
 

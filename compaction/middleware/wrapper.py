@@ -27,12 +27,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from compaction.errors import InvalidInput
-from compaction.matching import reconcile
-from compaction.overflow import too_long
+from compaction.middleware.matching import reconcile
+from compaction.middleware.overflow import too_long
+from compaction.middleware.streaming import AsyncStream, Stream, stream_kind
+from compaction.middleware.turns import Place, Turns, settled
 from compaction.prepared import Prepared
 from compaction.session import Session
-from compaction.streaming import AsyncStream, Stream, stream_kind
-from compaction.turns import Place, Turns, settled
 
 __all__ = ["Sessions", "Wrapper"]
 

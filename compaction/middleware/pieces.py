@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from compaction.errors import InvalidInput
-from compaction.matching import plain
 from compaction.messages import dumps
+from compaction.middleware.matching import plain
 
 __all__ = ["Partial"]
 
