@@ -57,7 +57,7 @@ def _told(log: AuditLog, conversation: str) -> tuple[list[str], list[str]]:
     rows = log.messages(conversation)
     order = {row.message_id: place for place, row in enumerate(rows)}
     decisions = [_normal(e.payload, order) for e in log.events(conversation) if e.kind == "decision_committed"]
-    return [row.json for row in rows], decisions
+    return [row.json or "" for row in rows], decisions
 
 
 def _normal(payload: Mapping[str, Any], order: Mapping[str, int]) -> str:
@@ -87,15 +87,13 @@ def problems(path: Path, stories: Mapping[str, Sequence[str]], *, complete: bool
 
 def _conversation(log: AuditLog, name: str, story: Sequence[str], *, complete: bool) -> list[str]:
     found: list[str] = []
-    held = [row.json for row in log.messages(name)]
+    held = [row.json or "" for row in log.messages(name)]
     if held != list(story[: len(held)]):
         at = next(i for i, text in enumerate(held) if i >= len(story) or text != story[i])
         found.append(f"{name}: message {at} of the log is not message {at} of the story: doubled or missing")
     if complete and len(held) != len(story):
         found.append(f"{name}: {len(held)} of {len(story)} messages")
-    spans = [
-        Span(*row[:4]) for e in log.events(name) if e.kind == "decision_committed" for row in e.payload["spans"]
-    ]
+    spans = [Span(*row[:4]) for e in log.events(name) if e.kind == "decision_committed" for row in e.payload["spans"]]
     if len({span.id for span in spans}) != len(spans):
         found.append(f"{name}: a span is out twice: a decision is doubled")
     state = load(log, name)

@@ -81,11 +81,11 @@ def reference(scenario: Scenario, folder: Path) -> Reference:
     return Reference(scenario, tuple(states), trap.reached, tuple(messages), tuple(decisions))
 
 
-def strikes(ref: Reference, *, most: int | None, rng: random.Random) -> Iterator[Strike]:
-    """Each place, each time it is reached; at most so many times, drawn at random, the first always among them."""
+def strikes(ref: Reference, most: int, rng: random.Random) -> Iterator[Strike]:
+    """Each place at most so many times, drawn at random from those it is reached, the first always among them."""
     for place, times in sorted(ref.reached.items()):
         rest = range(2, times + 1)
-        chosen = [1, *(rest if most is None or len(rest) < most else rng.sample(rest, most - 1))]
+        chosen = [1, *(rest if len(rest) < most else rng.sample(rest, most - 1))]
         yield from (Strike(place, nth) for nth in sorted(chosen))
 
 

@@ -75,7 +75,7 @@ def full_database(policy: Policy, folder: Path) -> Outcome:
 
 
 def full_file_system(policy: Policy, folder: Path) -> Outcome:
-    """A file system of 1 MiB that is full, then grows."""
+    """A file system of 2 MiB that is full, then grows."""
     path = folder / "small" / "a.db"
     with _small_disk(path.parent) as grow:
         with AuditLog(path) as log:
@@ -99,13 +99,18 @@ def may_mount(folder: Path) -> bool:
 
 @contextmanager
 def _small_disk(folder: Path) -> Iterator[Callable[[], None]]:
-    """A tmpfs of 1 MiB at `folder`; what is yielded makes it larger."""
+    """A tmpfs of 2 MiB at `folder`; what is yielded makes it larger."""
+
+    def grow() -> None:
+        subprocess.run(["mount", "-o", "remount,size=16m", folder], check=True)
+
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True, capture_output=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=True, capture_output=True)
     try:
-        yield lambda: subprocess.run(["mount", "-o", "remount,size=16m", folder], check=True) and None
+        yield grow
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+        folder.rmdir()
 
 
 def _filled(log: AuditLog, policy: Policy) -> Session:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from compaction.transcripts import read
 from compaction.messages import dumps
+from compaction.transcripts import read
 from tests.crash.checks import Told, problems, snapshot, state_of, told
 from tests.crash.failpoints import Reference
 from tests.crash.processes import spawn
@@ -115,16 +115,16 @@ class RunKiller:
         return self.folder / f"round-{self.rounds}.db"
 
     def _start(self, log: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "compaction", "run", str(self.file), "--budget", str(BUDGET), "--log", str(log)]
-        options = ["--max-new-tokens", "4", "--policy", "sliding_window", "--device", "cpu", "--json"]
-        return subprocess.Popen(
-            [*command, *options],
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / "stderr.txt").open("w"),
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        command = f"run {self.file} --log {log} --budget {BUDGET} --policy sliding_window --device cpu --json"
+        with (self.folder / "stderr.txt").open("w") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", "compaction", *command.split(), "--max-new-tokens", "4"],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
 
     def _ended(self, process: subprocess.Popen[str]) -> list[str]:
         if process.returncode == 0:

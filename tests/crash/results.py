@@ -50,9 +50,11 @@ def rows(outcomes: Iterable[Outcome]) -> list[Row]:
 
 def table(outcomes: Iterable[Outcome]) -> Table:
     """For people."""
-    shown = Table("where", *(), title="Crashes")
+    shown = Table("where", title="Crashes")
     for name in ("tries", "old state", "new state", "failed"):
         shown.add_column(name, justify="right")
     for row in rows(outcomes):
-        shown.add_row(row.name, *(f"{n:,}" for n in (row.kills, row.old, row.new)), f"{row.failed:,}" if row.failed else "–")
+        shown.add_row(
+            row.name, *(f"{n:,}" for n in (row.kills, row.old, row.new)), f"{row.failed:,}" if row.failed else "–"
+        )
     return shown

@@ -21,7 +21,7 @@ from tests.builders import assistant, system, tool_batch, tool_schema, user
 from tests.crash.scripted_engine import ScriptedEngine
 from tests.crash.traps import Trap, TrapCounter, TrapEngine, TrapLog, TrapPolicy, TrapSummarizer, watch
 
-__all__ = ["CONVERSATION", "SCENARIOS", "Scenario", "tell"]
+__all__ = ["CONVERSATION", "SCENARIOS", "Scenario", "tell", "users"]
 
 CONVERSATION = "c"
 REPLY = 8
@@ -52,12 +52,6 @@ class Scenario:
     budget: Budget
     story: tuple[Message, ...]
     engine: Callable[[], Engine] | None = None
-    exact_words: bool = True
-
-    @property
-    def generated(self) -> bool:
-        """Whether the replies come from the engine."""
-        return self.engine is not None
 
 
 def tell(scenario: Scenario, path: Path, trap: Trap, on_step: Callable[[Session], None]) -> None:
@@ -139,7 +133,8 @@ def _talk(turns: int, *, batch: int = 60, poison: int = -1) -> tuple[Message, ..
     return tuple(story)
 
 
-def _users(turns: int) -> tuple[Message, ...]:
+def users(turns: int) -> tuple[Message, ...]:
+    """What users say; an engine answers."""
     return (system("Be short."), *(user(f"{turn}: tell me about the fox, " + "please " * 12) for turn in range(turns)))
 
 
@@ -158,5 +153,5 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("default", default_policy(), Budget(tokens=800), _talk(10, batch=60)),
     Scenario("ladder", NoOp(), Budget(tokens=600), _talk(9, batch=12)),
     Scenario("held", ClearToolResults(keep_last=0, min_tokens=1), Budget(tokens=500, high=0.5, low=0.2), _results(9)),
-    Scenario("engine", SlidingWindow(), Budget(tokens=260), _users(12), ScriptedEngine),
+    Scenario("engine", SlidingWindow(), Budget(tokens=260), users(12), ScriptedEngine),
 )

@@ -50,7 +50,7 @@ class ScriptedEngine:
     """Keeps the promises of `ports.Engine`; holds no cache."""
 
     counter: FakeCounter = field(default_factory=FakeCounter)
-    window: Window = Window(100_000, "model config")
+    window: Window = field(default_factory=lambda: Window(100_000, "model config"))
     name: str = "scripted"
     kv_bytes_per_token: int = 64
     user_first: bool = False

@@ -94,7 +94,8 @@ def two_writers(policy: Policy, folder: Path, *, turns: int) -> Outcome:
     pair = [_Writer(name, policy, turns) for name in ("a", "b")]
     children = [spawn(lambda w=w: w.write(path, start), folder / f"{w.name}.txt") for w in pair]  # type: ignore[misc]
     start.touch()
-    found = [f"writer {w.name} {end}" for w, child in zip(pair, children, strict=True) if (end := child.wait()) != "done"]
+    ends = [(writer.name, child.wait()) for writer, child in zip(pair, children, strict=True)]
+    found = [f"writer {name} {end}" for name, end in ends if end != "done"]
     if found:
         return Outcome("two writers", policy.name, "", tuple(found))
     held, decisions = told(path)[CONVERSATION]
