@@ -17,6 +17,7 @@ import click
 
 from compaction.cli.audit import audit
 from compaction.cli.chat import chat
+from compaction.cli.kv import kv
 from compaction.cli.policies import policies
 from compaction.cli.replay import replay
 from compaction.cli.run import run
@@ -68,7 +69,7 @@ def cli() -> None:
     """
 
 
-for command in (run, chat, audit, replay, policies):
+for command in (run, chat, audit, replay, kv, policies):
     cli.add_command(command)
 
 

@@ -102,15 +102,18 @@ def _attention(config: Config, name: str) -> tuple[LayerKind, int | None]:
 
 
 def _latent(config: Config, name: str, index: int, width: Width) -> int:
-    """MLA (arXiv:2405.04434): the latent lies where keys do, the rotary part where values do."""
+    """MLA (arXiv:2405.04434): the latent lies where keys do, the rotary part where values do.
+
+    Both make up keys, and values are computed from the latent: all of it has the width of keys.
+    """
     rank, rotary = positive(config, "kv_lora_rank"), positive(config, "qk_rope_head_dim")
     if width.latent:
-        keys, values = float(rank), rotary
+        size = (rank + rotary) * width.keys
     else:
         heads = query_heads(config)
-        keys = heads * (positive(config, "qk_nope_head_dim") + rotary)
-        values = heads * positive(config, "v_head_dim")
-    return _bytes(keys * width.keys + values * width.values + _indexer(config, name, index) * max(2, width.keys))
+        size = heads * (positive(config, "qk_nope_head_dim") + rotary) * width.keys
+        size += heads * positive(config, "v_head_dim") * width.values
+    return _bytes(size + _indexer(config, name, index) * max(2, width.keys))
 
 
 def _indexer(config: Config, name: str, index: int) -> int:
