@@ -12,13 +12,14 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.crash.jobs import PARTS, QUICK, Options, jobs
+from tests.crash.jobs import PARTS, QUICK, Job, Options, jobs
 from tests.crash.results import Outcome, rows, table
 
 SHM = "/dev/shm"
@@ -73,10 +74,18 @@ def _all(parts: Sequence[str], options: Options) -> Iterator[Outcome]:
             work = jobs(part, options)
             task = bar.add_task(part, total=sum(job.count for job in work))
             for job in work:
-                for outcome in job.run():
+                for outcome in _done(job):
                     bar.advance(task)
                     bar.refresh()
                     yield outcome
+
+
+def _done(job: Job) -> Iterator[Outcome]:
+    try:
+        yield from job.run()
+    # Whatever a broken library raises is one failure more; the other tries still say something.
+    except Exception as exc:  # noqa: BLE001
+        yield Outcome(job.part, "raised", "", (f"{type(exc).__name__}: {exc}", traceback.format_exc()))
 
 
 if __name__ == "__main__":

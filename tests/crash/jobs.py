@@ -24,6 +24,9 @@ QUICK = ("failpoints", "story", "writers", "disk")
 """Parts that need no model and take seconds."""
 PARTS = (*QUICK, "model", "run")
 
+INSIDE = ("sql decision_committed", "vm decision_committed")
+"""Where the promise of one transaction is kept: tried more often than the rest."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -69,7 +72,9 @@ def _failpoints(options: Options) -> list[Job]:
     chosen: list[Job] = []
     for place in sorted({place for ref in refs for place in ref.reached}):
         ref = rng.choice([ref for ref in refs if ref.reached[place]])
-        chosen.append(_struck("failpoints", ref, Strike(place, rng.randint(1, ref.reached[place])), options))
+        times = range(1, ref.reached[place] + 1)
+        for nth in rng.sample(times, min(len(times), 4 if place in INSIDE else 1)):
+            chosen.append(_struck("failpoints", ref, Strike(place, nth), options))
     return chosen
 
 

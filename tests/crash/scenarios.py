@@ -148,10 +148,10 @@ def _results(turns: int) -> tuple[Message, ...]:
 
 
 SCENARIOS: tuple[Scenario, ...] = (
-    Scenario("window", SlidingWindow(), Budget(tokens=700), _talk(12, batch=12)),
-    Scenario("summary", Summarize(max_tokens=64, keep_last=2), Budget(tokens=700), _talk(12, batch=12, poison=2)),
-    Scenario("default", default_policy(), Budget(tokens=800), _talk(10, batch=60)),
-    Scenario("ladder", NoOp(), Budget(tokens=600), _talk(9, batch=12)),
-    Scenario("held", ClearToolResults(keep_last=0, min_tokens=1), Budget(tokens=500, high=0.5, low=0.2), _results(9)),
-    Scenario("engine", SlidingWindow(), Budget(tokens=260), users(12), ScriptedEngine),
+    Scenario("window", SlidingWindow(), Budget(tokens=560), _talk(8, batch=12)),
+    Scenario("summary", Summarize(max_tokens=64, keep_last=2), Budget(tokens=600), _talk(8, batch=12, poison=2)),
+    Scenario("default", default_policy(), Budget(tokens=700), _talk(8, batch=60)),
+    Scenario("ladder", NoOp(), Budget(tokens=460), _talk(6, batch=12)),
+    Scenario("held", ClearToolResults(keep_last=0, min_tokens=1), Budget(tokens=360, high=0.5, low=0.2), _results(7)),
+    Scenario("engine", SlidingWindow(), Budget(tokens=200), users(8), ScriptedEngine),
 )
