@@ -17,10 +17,11 @@ from compaction.budget import Budget, Window
 from compaction.decide import Decision
 from compaction.errors import InvalidBudget, InvalidInput
 from compaction.fulfil import CallableSummarizer, EngineSummarizer
+from compaction.ledger import Settings
 from compaction.middleware import Wrapper
 from compaction.policies import default_policy
 from compaction.ports import Clock, Counter, Engine, Ids, Log, Policy, Rng, Summarizer
-from compaction.session import Session, Settings
+from compaction.session import Session
 from compaction.store import MemoryLog
 from compaction.tokens import default_counter
 

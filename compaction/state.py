@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from compaction.applying import apply_plan
 from compaction.budget import Limits
 from compaction.errors import InvalidInput, InvalidMessage, LogMissing
 from compaction.events import Event
@@ -17,7 +18,7 @@ from compaction.grammar import LEADING, Batch, accept
 from compaction.messages import Message, resolve
 from compaction.plan import Plan
 from compaction.ports import Log
-from compaction.view import Entry, Floor, Pin, Unit, View, apply_plan
+from compaction.view import Entry, Floor, Pin, Unit, View
 
 __all__ = ["State", "load", "with_refs", "without_refs"]
 

@@ -1,139 +1,26 @@
-"""What the model will be sent now, and what a plan makes of it.
+"""What the model will be sent now, as a policy sees it.
 
-Invariant: a view is read-only; applying a plan gives new entries and the spans that leave, and every code point of a
-message is at any time either live or in exactly one span. This module knows nothing about policies, logs or engines.
+Invariant: a view is read-only; asking it what a plan would do changes nothing but its memory of counts. This module
+knows nothing about policies, logs or engines.
 """
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, Protocol
 
+from compaction.applying import Applied, Discard, apply_plan
+from compaction.entries import Entry, Failure, Floor, Pin, Unit
 from compaction.errors import InvalidPlan
-from compaction.grammar import LEADING, CutRule, UserFirst, WholeUnits, editable, legal_cuts
-from compaction.messages import Message, apply_edits, resolve
-from compaction.plan import Clamp, Digest, Drop, Edit, Plan, Replace, Span, marker, summary_text
+from compaction.grammar import CutRule, UserFirst, WholeUnits, legal_cuts
+from compaction.messages import Message
+from compaction.plan import Clamp, Digest, Drop, Edit, Plan, Replace, summary_text
 
-__all__ = ["Answers", "Applied", "Discard", "Entry", "Failure", "Floor", "Pin", "Unit", "View", "apply_plan"]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the view: a message with edits, or a derived text (`text` set) that stands for spans.
-
-    `tokens` is what it adds to the request; with merged roles, its marginal share. `unit` is shared by a whole batch.
-    """
-
-    id: str
-    role: str
-    tokens: int
-    unit: str
-    edits: tuple[Edit, ...] = ()
-    text: str | None = None
-    stands_for: tuple[Span, ...] = ()
-
-    @property
-    def derived(self) -> bool:
-        """Whether this is not a message of the history."""
-        return self.text is not None
-
-    def render(self, messages: Mapping[str, Message]) -> dict[str, Any]:
-        """The message to send, as a fresh copy."""
-        if self.text is not None:
-            return {"role": "user", "content": self.text}
-        message = messages[self.id]
-        if not self.edits:
-            return message.fresh()
-        return apply_edits(message.data, [(e.path, e.start, e.end, e.text) for e in self.edits])
-
-
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """Tokens that cannot be dropped, one figure for each part; `minimum` is its total with all tool results cleared.
-
-    `template` is what the chat template and the generation prompt add by themselves.
-    """
-
-    template: int = 0
-    system: int = 0
-    tools: int = 0
-    pins: int = 0
-    last_user: int = 0
-    newest_batch: int = 0
-
-    @property
-    def total(self) -> int:
-        """The floor as it stands."""
-        return self.template + self.system + self.tools + self.pins + self.last_user + self.newest_batch
-
-    def to_json(self) -> dict[str, int]:
-        """The parts, in a fixed order."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A range of one message that stays byte-identical; path "" is the whole message."""
-
-    message_id: str
-    path: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Entries [start, end) that go or stay together; `kept` says that they must stay."""
-
-    start: int
-    end: int
-    tokens: int
-    kept: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a plan was not taken: `code` is a fixed word, `detail` may quote the conversation."""
-
-    rung: int
-    code: str
-    detail: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The failure as plain JSON values."""
-        return {"rung": self.rung, "code": self.code, "detail": self.detail}
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """A span that leaves the view: its text verbatim, by which action of the plan, and the tokens that go with it."""
-
-    span: Span
-    action: int
-    tokens: int
-    text: str
-
-    @property
-    def id(self) -> str:
-        """The span's id."""
-        return self.span.id
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What a plan makes of a view. `changed` holds the tokens of new and edited entries, in order."""
-
-    entries: tuple[Entry, ...]
-    discards: tuple[Discard, ...]
-    changed: tuple[tuple[str, int], ...]
-    tokens: int
-    first_changed: int
+__all__ = ["Answers", "Applied", "Discard", "Entry", "Failure", "Floor", "Pin", "Unit", "View"]
 
 
 class Answers(Protocol):
@@ -147,9 +34,6 @@ class Answers(Protocol):
 
     def text(self, text: str) -> int:
         """Tokens of bare text."""
-
-
-Count = Callable[[Entry], int]
 
 
 @dataclass(frozen=True)
@@ -336,137 +220,3 @@ class View:
                 pin.path == "" or (pin.path == action.path and pin.start < action.end and action.start < pin.end)
             ):
                 raise InvalidPlan(f"message {action.message_id!r} is pinned there and cannot be edited")
-
-
-def apply_plan(
-    entries: Iterable[Entry],
-    messages: Mapping[str, Message],
-    plan: Plan,
-    summaries: Sequence[str | None],
-    count: Count,
-) -> Applied:
-    """Entries after the plan, and what left. `summaries` are the texts of the plan's digests in order, None: not yet.
-
-    Raises InvalidPlan for entries that are not there, twice touched, or ranges that cannot be edited.
-    `tokens` of the result is 0: the caller knows what the whole comes to.
-    """
-    before = list(entries)
-    live = {entry.id: entry for entry in before}
-    order = {entry.id: index for index, entry in enumerate(before)}
-    step = _Step(live, order, messages, count)
-    texts = iter(summaries)
-    for number, action in enumerate(plan.actions):
-        if isinstance(action, Drop):
-            step.drop(number, action.entries)
-        elif isinstance(action, Digest):
-            step.digest(number, action, next(texts, None))
-        else:
-            step.edit(number, action)
-    after: list[Entry] = []
-    for entry in before:
-        after += step.inserted.get(entry.id, ())
-        if entry.id in live:
-            after.append(live[entry.id])
-    discards = sorted(step.discards, key=lambda d: (order[d.span.message_id], d.span.path, d.span.start))
-    first = min((order[i] for i in step.touched), default=len(before))
-    return Applied(tuple(after), tuple(discards), tuple(step.changed), 0, first)
-
-
-class _Step:
-    """One application of a plan, action by action."""
-
-    def __init__(
-        self, live: dict[str, Entry], order: Mapping[str, int], messages: Mapping[str, Message], count: Count
-    ) -> None:
-        self.live, self.order, self.messages, self.count = live, order, messages, count
-        self.discards: list[Discard] = []
-        self.changed: list[tuple[str, int]] = []
-        self.inserted: dict[str, list[Entry]] = {}
-        self.touched: set[str] = set()
-
-    def _take(self, entry_id: str) -> Entry:
-        if entry_id not in self.live:
-            state = "is dropped twice" if entry_id in self.touched else "is not in the view"
-            raise InvalidPlan(f"entry {entry_id!r} {state}")
-        return self.live[entry_id]
-
-    def drop(self, number: int, ids: Sequence[str]) -> tuple[Span, ...]:
-        """Take entries out; the spans that leave with them, and those derived ones stood for."""
-        spans: list[Span] = []
-        for entry_id in ids:
-            entry = self._take(entry_id)
-            if entry_id in self.touched:
-                raise InvalidPlan(f"entry {entry_id!r} is edited and dropped by one plan")
-            self.touched.add(entry_id)
-            del self.live[entry_id]
-            if entry.derived:
-                spans += entry.stands_for
-                continue
-            span = Span(entry_id, "", 0, len(self.messages[entry_id].text))
-            self.discards.append(Discard(span, number, entry.tokens, self.messages[entry_id].text))
-            spans.append(span)
-        return tuple(spans)
-
-    def digest(self, number: int, action: Digest, summary: str | None) -> None:
-        """Replace entries by a derived one at the place of the first."""
-        if not action.entries or action.max_tokens < 1:
-            raise InvalidPlan("a digest needs entries and at least one token")
-        first = min(action.entries, key=lambda i: self.order.get(i, 0))
-        spans = self.drop(number, action.entries)
-        digest = hashlib.sha256("\x00".join(span.id for span in spans).encode()).hexdigest()[:15]
-        text = "" if summary is None else summary_text(summary, len(action.entries))
-        entry = Entry(f"s{digest}", "user", 0, f"s{digest}", (), text, spans)
-        tokens = self.count(entry) + (action.max_tokens if summary is None else 0)
-        self.inserted.setdefault(first, []).append(replace(entry, tokens=tokens))
-        self.changed.append((entry.id, tokens))
-
-    def edit(self, number: int, action: Clamp | Replace) -> None:
-        """Replace a range; what of it was live leaves."""
-        entry = self._take(action.message_id)
-        message = self.messages.get(entry.id)
-        if message is None or not editable(message, action.path):
-            raise InvalidPlan(f"{action.path!r} of entry {entry.id!r} cannot be edited: only its content text can")
-        string = resolve(message.data, action.path)
-        if not 0 <= action.start < action.end <= len(string):
-            raise InvalidPlan(f"range {action.start}..{action.end} is outside {action.path!r} of {entry.id!r}")
-        edits, pieces = _merge(entry.edits, action)
-        if not pieces:
-            raise InvalidPlan(f"range {action.start}..{action.end} of entry {entry.id!r} is out already")
-        new = replace(entry, edits=edits)
-        new = replace(new, tokens=self.count(new))
-        self.live[entry.id] = new
-        self.touched.add(entry.id)
-        self.changed.append((entry.id, new.tokens))
-        saved = max(0, entry.tokens - new.tokens)
-        for index, (start, end) in enumerate(pieces):
-            span = Span(entry.id, action.path, start, end)
-            self.discards.append(Discard(span, number, saved if index == 0 else 0, string[start:end]))
-
-
-def _merge(edits: tuple[Edit, ...], action: Clamp | Replace) -> tuple[tuple[Edit, ...], list[tuple[int, int]]]:
-    """The edits with the action's range merged in, and the pieces of it that were live."""
-    start, end = action.start, action.end
-    inside = [e for e in edits if e.path == action.path and e.start <= end and start <= e.end]
-    start = min([start, *(e.start for e in inside)])
-    end = max([end, *(e.end for e in inside)])
-    pieces, at = [], start
-    for edit in sorted(inside, key=lambda e: e.start):
-        if at < edit.start:
-            pieces.append((at, edit.start))
-        at = max(at, edit.end)
-    if at < end:
-        pieces.append((at, end))
-    text = marker(end - start) if isinstance(action, Clamp) else action.text
-    rest = [e for e in edits if e not in inside]
-    merged = sorted([*rest, Edit(action.path, start, end, text)], key=lambda e: (e.path, e.start))
-    return tuple(merged), pieces
-
-
-def readonly(messages: dict[str, Message]) -> Mapping[str, Message]:
-    """A read-only face of the history."""
-    return MappingProxyType(messages)
-
-
-def is_leading(role: str) -> bool:
-    """Whether a message of this role belongs to the leading ones while nothing else came before."""
-    return role in LEADING
