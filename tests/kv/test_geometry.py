@@ -9,62 +9,51 @@ from typing import Any
 import pytest
 
 from compaction.errors import InvalidInput
-from compaction.kv.geometry import KVGeometry
+from compaction.kv.geometry import KVGeometry, LayerGeometry, knows
+from compaction.kv.references import REFERENCES
 
 KIB = 1024
-GPT2_XL = {"model_type": "gpt2", "n_layer": 48, "n_head": 25, "n_embd": 1600}
-LLAMA2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
-LLAMA3_8B = {**LLAMA2_7B, "num_key_value_heads": 8}
-SMOLLM2 = {
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "hidden_size": 576,
-    "head_dim": 64,
-}
-DEEPSEEK_V3 = {
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "hidden_size": 7168,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-}
-FALCON_7B = {
-    "model_type": "falcon",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 71,
-    "num_kv_heads": 71,
-    "multi_query": True,
-    "hidden_size": 4544,
-}
-GEMMA3_1B = {
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 26,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "hidden_size": 1152,
-    "sliding_window": 512,
-}
+MIB = KIB**2
+CONFIGS: dict[str, Any] = {name: dict(reference.config) for name, reference in REFERENCES.items()}
+LLAMA2_7B, LLAMA3_8B, GEMMA3_1B = CONFIGS["llama-2-7b"], CONFIGS["llama-3-8b"], CONFIGS["gemma-3-1b"]
 
 
 @pytest.mark.parametrize(
-    ("config", "family", "expected"),
+    ("name", "family", "expected"),
     [
-        pytest.param(GPT2_XL, "MHA", 300 * KIB, id="GPT-2 XL"),
-        pytest.param(LLAMA2_7B, "MHA", 512 * KIB, id="Llama-2-7B"),
-        pytest.param(LLAMA3_8B, "GQA", 128 * KIB, id="Llama 3 8B"),
-        pytest.param(DEEPSEEK_V3, "MLA", 70_272, id="DeepSeek-V3"),
-        pytest.param(SMOLLM2, "GQA", 45 * KIB // 2, id="SmolLM2-135M"),
-        pytest.param(FALCON_7B, "MQA", 32 * 2 * 64 * 2, id="Falcon-7B"),
+        ("gpt2-xl", "MHA", 300 * KIB),
+        ("llama-2-7b", "MHA", 512 * KIB),
+        ("llama-3-8b", "GQA", 128 * KIB),
+        ("llama-3-70b", "GQA", 320 * KIB),
+        ("llama-3.2-1b", "GQA", 32 * KIB),
+        ("mistral-7b", "GQA+sliding", 128 * KIB),
+        ("qwen3-8b", "GQA", 144 * KIB),
+        ("qwen3-0.6b", "GQA", 112 * KIB),
+        ("smollm2", "GQA", 45 * KIB // 2),
+        ("smollm2-360m", "GQA", 40 * KIB),
+        ("deepseek-v3", "MLA", 70_272),
+        ("falcon-7b", "MQA", 8 * KIB),
+        ("gemma-3-270m", "MQA+sliding", 18 * KIB),
+        ("gemma-3n-e4b", "GQA+sliding+shared", 40 * KIB),
+        ("llama-4-scout", "GQA+chunked", 192 * KIB),
+        ("jamba-v0.1", "GQA+state", 16 * KIB),
+        ("mamba-2.8b", "state", 0),
     ],
 )
-def test_reference_points(config: dict[str, Any], family: str, expected: int) -> None:
+def test_reference_points(name: str, family: str, expected: int) -> None:
     """Known models at two bytes an element cost what their papers say per token."""
-    geometry = KVGeometry.from_config(config, 2)
+    geometry = KVGeometry.from_config(CONFIGS[name], 2)
 
     assert (geometry.family, geometry.bytes_per_token) == (family, expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_reference_is_read_without_transformers(name: str) -> None:
+    """A built-in config is of a type known here, and all of its states are counted."""
+    geometry = KVGeometry.from_config(CONFIGS[name], 2)
+
+    assert knows(CONFIGS[name])
+    assert geometry.total(1000) > 0 == geometry.unknown_states
 
 
 def test_a_full_llama2_context_is_two_gib() -> None:
@@ -88,14 +77,60 @@ def test_explicit_layer_types_win_over_the_pattern() -> None:
     assert KVGeometry.from_config(config, 2).family == "MQA"
 
 
+@pytest.mark.parametrize(("name", "mebibytes"), [("gemma-3-270m", 103.5), ("gemma-3-1b", 139), ("gemma-3-27b", 2976)])
+def test_windows_at_32k(name: str, mebibytes: float) -> None:
+    """Gemma 3 at 32,768 tokens weighs what only its few full layers keep growing to."""
+    geometry = KVGeometry.from_config(CONFIGS[name], 2)
+
+    assert geometry.total(32_768) / MIB == pytest.approx(mebibytes, rel=1e-3)
+
+
 def test_linear_layers_add_nothing_per_token() -> None:
-    """Only the attention layers of a hybrid model grow with the conversation."""
+    """Only the attention layers of a hybrid model grow; a state whose size is not told is unknown, never 0."""
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2
     config = {**LLAMA3_8B, "num_hidden_layers": 8, "layer_types": kinds}
 
     geometry = KVGeometry.from_config(config, 2)
 
     assert (geometry.family, geometry.bytes_per_token) == ("GQA+state", 2 * 2 * 8 * 128 * 2)
+    assert geometry.unknown_states == 6
+
+
+def test_states_are_there_from_the_first_token() -> None:
+    """A recurrent state does not grow; a conversation that has not begun has none."""
+    geometry = KVGeometry.from_config(CONFIGS["mamba-2.8b"], 2)
+
+    sizes = [geometry.total(tokens) for tokens in (0, 1, 100_000)]
+
+    # 64 layers; 5,120 inner channels: a window of 4 in two bytes each, a state of 16 in four.
+    assert sizes == [0, *[64 * 5120 * (4 * 2 + 16 * 4)] * 2]
+
+
+def test_states_keep_their_width_where_keys_are_quantized() -> None:
+    """Fewer bits for keys and values leave recurrent states in float32 and convolutions in two bytes."""
+    narrow, wide = (KVGeometry.from_config(CONFIGS["jamba-v0.1"], size) for size in (0.5, 2))
+
+    assert narrow.state_bytes == wide.state_bytes > 0
+    assert 4 * narrow.bytes_per_token == wide.bytes_per_token
+
+
+def test_keys_and_values_of_different_width() -> None:
+    """Keys in 8 bits and values in 4 take 6 bits an element on average."""
+    assert KVGeometry.from_config(LLAMA3_8B, 1, value_bytes=0.5).bytes_per_token == 48 * KIB
+
+
+def test_packed_values_fill_whole_bytes() -> None:
+    """Three elements of 4 bits take two bytes."""
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 3, "head_dim": 3}
+
+    assert KVGeometry.from_config(config, 0.25).bytes_per_token == 2
+
+
+def test_mla_expanded_to_every_head() -> None:
+    """transformers up to 5.14 kept DeepSeek-V3 at 4.77 MiB a token: 128 heads of 192 for keys and 128 for values."""
+    geometry = KVGeometry.from_config(CONFIGS["deepseek-v3"], 2, latent=False)
+
+    assert geometry.bytes_per_token == 61 * 128 * (192 + 128) * 2
 
 
 def test_shared_layers_add_nothing() -> None:
@@ -103,6 +138,25 @@ def test_shared_layers_add_nothing() -> None:
     config = {**LLAMA3_8B, "num_kv_shared_layers": 16}
 
     assert KVGeometry.from_config(config, 2).bytes_per_token == 64 * KIB
+
+
+def test_layers_may_override_the_config() -> None:
+    """A layer with a `per_layer_config` of its own is read with it."""
+    config = {
+        **LLAMA3_8B,
+        "per_layer_config": {"0": {"head_dim": 256, "num_key_value_heads": 4}, "1": {"head_dim": 64}},
+    }
+
+    layers = KVGeometry.from_config(config, 2).layers
+
+    assert [layer.bytes_per_token for layer in layers[:3]] == [4096, 2048, 4096]
+
+
+def test_a_window_keeps_one_token_less() -> None:
+    """The token being computed is part of the window, so the cache holds the W - 1 before it."""
+    layer = LayerGeometry("sliding", 10, keeps=511)
+
+    assert [layer.bytes(tokens) for tokens in (0, 511, 512, 9999)] == [0, 5110, 5110, 5110]
 
 
 def test_a_switched_off_window_is_no_window() -> None:
@@ -122,6 +176,7 @@ def test_json_has_the_documented_keys() -> None:
     data = KVGeometry.from_config(LLAMA3_8B, 2).to_json(10)
 
     assert list(data) == ["family", "bytes_per_token", "tokens", "bytes", "layers"]
+    assert (len(data["layers"]), sum(layer["bytes"] for layer in data["layers"])) == (32, data["bytes"])
 
 
 @pytest.mark.parametrize(
@@ -132,12 +187,30 @@ def test_json_has_the_documented_keys() -> None:
         ({**LLAMA3_8B, "num_hidden_layers": 0}, "at least 1"),
         ({**LLAMA3_8B, "layer_types": ["full_attention"]}, "32"),
         ({**LLAMA3_8B, "layer_types": ["novel"] * 32}, "novel"),
+        ({**LLAMA3_8B, "layer_types": [1] * 32}, "layer_types is no list of names"),
+        ({**LLAMA3_8B, "num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
+        ({**LLAMA3_8B, "num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({**LLAMA3_8B, "num_key_value_heads": 5}, "num_key_value_heads is 5: it must divide the 32"),
+        ({**LLAMA3_8B, "num_key_value_heads": 64}, "num_key_value_heads is 64"),
+        ({**LLAMA3_8B, "hidden_size": 4097}, "hidden_size 4097"),
+        ({**LLAMA3_8B, "num_kv_shared_layers": 32}, "num_kv_shared_layers is 32"),
+        ({**LLAMA3_8B, "layer_types": ["indexed_attention"] * 32}, "indexed_attention"),
+        ({**LLAMA3_8B, "is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({**CONFIGS["deepseek-v3"], "qk_rope_head_dim": None}, "qk_rope_head_dim"),
+        ({**CONFIGS["jamba-v0.1"], "mamba_d_state": 0}, "mamba_d_state is 0"),
+        ({"hybrid_override_pattern": "M*X", "model_type": "nemotron_h"}, "hybrid_override_pattern has 'X'"),
     ],
 )
 def test_a_config_that_is_none_is_refused(config: dict[str, Any], names: str) -> None:
     """What is missing or makes no sense is named."""
     with pytest.raises(InvalidInput, match=names):
         KVGeometry.from_config(config, 2)
+
+
+def test_a_width_of_nothing_is_refused() -> None:
+    """An element takes some bytes."""
+    with pytest.raises(InvalidInput, match="element_bytes is 0"):
+        KVGeometry.from_config(LLAMA3_8B, 2, value_bytes=0)
 
 
 def test_geometry_loads_no_torch() -> None:
