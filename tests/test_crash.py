@@ -21,21 +21,14 @@ ARROWS = {
     "fulfil, asked",
     "fulfil → check",
     "failed → plan again",
-    "log decision: before commit",
-    "log decision: inside the transaction",
-    "log decision: after commit",
-    "log decision started: before commit",
-    "log decision started: inside the transaction",
-    "log decision started: after commit",
-    "log decision failed: before commit",
-    "log decision failed: inside the transaction",
-    "log decision failed: after commit",
-    "log appended: before commit",
-    "log appended: inside the transaction",
-    "log appended: after commit",
     "apply → engine",
     "engine, mid-stream",
     "engine → record usage",
+    *(
+        f"log {event}: {when}"
+        for event in ("message", "decision", "decision started", "decision failed", "generation started")
+        for when in ("before commit", "in the transaction", "in a statement", "after commit")
+    ),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,31 +15,33 @@ from tests.crash.results import Outcome
 from tests.crash.scenarios import CONVERSATION, Scenario, tell
 from tests.crash.traps import Trap
 
-__all__ = ["Reference", "Strike", "arrow", "reference", "strike", "strikes"]
+__all__ = ["Reference", "Strike", "arrow", "in_order", "reference", "strike", "strikes"]
 
 CHANGES = ("opened", "appended", "pinned", "decision_committed", "decision_failed")
 """Events that change what a session holds."""
 ARROWS = {
+    "opened": "log opened",
     "counter": "append → measure",
+    "appended": "log message",
+    "pinned": "log pin",
     "hook before": "above the high mark",
     "policy before": "view → plan",
     "policy after": "plan → fulfil",
-    "policy before again": "failed → plan again",
-    "policy after again": "failed → plan again",
+    "decision_started": "log decision started",
     "summarizer before": "fulfil, asked",
     "summarizer after": "fulfil → check",
+    "policy before again": "failed → plan again",
+    "policy after again": "failed → plan again",
+    "decision_failed": "log decision failed",
+    "decision_committed": "log decision",
     "hook after": "apply → engine",
+    "generation_started": "log generation started",
     "engine before": "apply → engine",
     "engine piece": "engine, mid-stream",
     "engine end": "engine → record usage",
 }
-_LOGGED = {
-    "decision_committed": "decision",
-    "decision_started": "decision started",
-    "decision_failed": "decision failed",
-    "generation_started": "generation started",
-    "usage": "usage",
-}
+"""Places and events in the order of the design's picture, and what the table calls them."""
+WHEN = {"before": "before commit", "sql": "in the transaction", "vm": "in a statement", "after": "after commit"}
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,21 @@ class Reference:
 
 def arrow(place: str) -> str:
     """The arrow of the design's picture a place lies on."""
+    name, when = _parts(place)
+    return f"{ARROWS[name]}: {WHEN[when]}" if when else ARROWS[name]
+
+
+def _parts(place: str) -> tuple[str, str]:
     if place in ARROWS:
-        return ARROWS[place]
+        return place, ""
     layer, kind, *when = place.split()
-    name = _LOGGED.get(kind, kind)
-    if layer == "log":
-        return f"log {name}: {when[0]} commit"
-    return f"log {name}: inside the transaction"
+    return kind, when[0] if when else layer
+
+
+def in_order(places: Iterable[str]) -> list[str]:
+    """Places in the order of the picture."""
+    names, times = list(ARROWS), ["", *WHEN]
+    return sorted(places, key=lambda place: (names.index(_parts(place)[0]), times.index(_parts(place)[1])))
 
 
 def reference(scenario: Scenario, folder: Path) -> Reference:
@@ -83,8 +93,8 @@ def reference(scenario: Scenario, folder: Path) -> Reference:
 
 def strikes(ref: Reference, most: int, rng: random.Random) -> Iterator[Strike]:
     """Each place at most so many times, drawn at random from those it is reached, the first always among them."""
-    for place, times in sorted(ref.reached.items()):
-        rest = range(2, times + 1)
+    for place in in_order(ref.reached):
+        rest = range(2, ref.reached[place] + 1)
         chosen = [1, *(rest if len(rest) < most else rng.sample(rest, most - 1))]
         yield from (Strike(place, nth) for nth in sorted(chosen))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from compaction import Budget
 from compaction.engines import TransformersEngine
 from compaction.policies import SlidingWindow
 from tests.crash import full_disk, writers
-from tests.crash.failpoints import Reference, Strike, reference, strike, strikes
+from tests.crash.failpoints import Reference, Strike, in_order, reference, strike, strikes
 from tests.crash.kills import RunKiller, kill_story
 from tests.crash.results import Outcome
 from tests.crash.scenarios import SCENARIOS, Scenario, users
@@ -70,7 +70,7 @@ def _failpoints(options: Options) -> list[Job]:
     if options.each:
         return [_struck("failpoints", ref, at, options) for ref in refs for at in strikes(ref, options.each, rng)]
     chosen: list[Job] = []
-    for place in sorted({place for ref in refs for place in ref.reached}):
+    for place in in_order({place for ref in refs for place in ref.reached}):
         ref = rng.choice([ref for ref in refs if ref.reached[place]])
         times = range(1, ref.reached[place] + 1)
         for nth in rng.sample(times, min(len(times), 4 if place in INSIDE else 1)):
@@ -79,7 +79,11 @@ def _failpoints(options: Options) -> list[Job]:
 
 
 def _struck(part: str, ref: Reference, at: Strike, options: Options) -> Job:
-    return Job(part, 1, lambda: iter([strike(ref, at, options.folder / f"strike-{ref.scenario.name}.db")]))
+    def run() -> Iterator[Outcome]:
+        outcome = strike(ref, at, options.folder / f"strike-{ref.scenario.name}.db")
+        yield outcome if part == "failpoints" else replace(outcome, row=f"{outcome.row} ({part})")
+
+    return Job(part, 1, run)
 
 
 def _model(options: Options) -> list[Job]:

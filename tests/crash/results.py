@@ -50,7 +50,8 @@ def rows(outcomes: Iterable[Outcome]) -> list[Row]:
 
 def table(outcomes: Iterable[Outcome]) -> Table:
     """For people."""
-    shown = Table("where", title="Crashes")
+    shown = Table(title="Crashes")
+    shown.add_column("where", no_wrap=True)
     for name in ("tries", "old state", "new state", "failed"):
         shown.add_column(name, justify="right")
     for row in rows(outcomes):
