@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -76,7 +77,7 @@ for command in (run, chat, audit, replay, kv, policies):
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a conversation may hold what no terminal can show
     try:
         code = cli.main(args=args, prog_name="compaction", standalone_mode=False)

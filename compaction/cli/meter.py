@@ -7,7 +7,7 @@ from compaction.session import Session
 
 __all__ = ["meter"]
 
-_BAR = 20
+_BAR = 12
 
 
 def meter(session: Session, limit: int, written: int = 0) -> str:
@@ -21,7 +21,7 @@ def meter(session: Session, limit: int, written: int = 0) -> str:
         counted(session.state.decisions, "compaction"),
     ]
     if not written and usage.ttft_ms is not None:
-        parts.append(f"first token {usage.ttft_ms:,.0f} ms")
+        parts.append(f"TTFT {usage.ttft_ms:,.0f} ms")
     if not written and usage.tpot_ms is not None:
         parts.append(f"{usage.tpot_ms:,.0f} ms/token")
     return " · ".join(parts)

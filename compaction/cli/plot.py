@@ -53,7 +53,7 @@ def _tokens(axes: Any, figures: Figures, limit: int) -> None:
         at = [cut.turn + 1 for cut in figures.cuts]
         before, after = [cut.before for cut in figures.cuts], [cut.after for cut in figures.cuts]
         axes.vlines(at, after, before, color=_CUT, linewidth=1.2, alpha=0.8)
-        axes.plot(at, after, "v", color=_CUT, markersize=5, label=f"compaction ({len(at)})")
+        axes.plot(at, after, "v", color=_CUT, markersize=5, label=f"compaction, before → after ({len(at)})")
     # What there would be without compaction may be many budgets high; the line may leave the picture.
     axes.set_ylim(top=1.1 * max(limit, *peaks, min(2 * limit, max(without, default=0))))
     axes.set_ylabel("tokens")

@@ -71,7 +71,8 @@ def complaint(*arguments: object, code: int = 2) -> str:
 def start(*arguments: object) -> subprocess.Popen[str]:
     """Start `compaction …` and leave it running."""
     command = [sys.executable, "-m", "compaction", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment())
 
 
 def wait_for(db: Path, enough: Callable[[Mapping[str, int]], bool], process: subprocess.Popen[str]) -> None:

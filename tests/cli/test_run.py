@@ -116,3 +116,20 @@ def test_chat_by_pipe(tmp_path: Path) -> None:
     found = as_json(*options, stdin="Why?\n")
     assert (found["resumed_messages"], len(found["replies"]), found["errors"]) == (3, 1, 0)
     assert kinds(db)["pinned"] == 1 and kinds(db)["appended"] == 5 and verified(db)
+
+
+def test_ctrl_c_ends_only_the_reply(tmp_path: Path) -> None:
+    """Ctrl-C during a reply keeps what came as `interrupted`; the chat goes on with the next line."""
+    db = tmp_path / "chat.db"
+    process = start("chat", "--budget", 1500, "--max-new-tokens", 1000, "--log", db)
+    if process.stdin is None:
+        raise AssertionError("no stdin")
+    process.stdin.write("Tell me a long story about a cat and a dog.\n")
+    process.stdin.flush()
+    wait_for(db, lambda counts: counts.get("generation_started", 0) == 1, process)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate("/pin\n/quit\n", timeout=120)
+
+    assert (process.returncode, stderr) == (0, "")
+    assert "(interrupted: " in stdout and "is pinned" in stdout
+    assert kinds(db)["pinned"] == 1 and kinds(db)["appended"] == 1 and verified(db)
