@@ -29,7 +29,7 @@ from common import DATA, HERE, output
 
 from compaction.cli import main as compaction
 from compaction.messages import dumps, resolve
-from compaction.plugins import parse_policy
+from compaction.plugins import policies
 from compaction.store import AuditLog
 from compaction.transcripts import read
 
@@ -77,12 +77,10 @@ def main() -> int:
     asked = parser.parse_args()
     budget = asked.budget or (1024 if asked.transcript == SAMPLE else 2048)
     db, plot = output("main_job.db"), output("main_job.png")
-    policy = inspect.getdoc(parse_policy(asked.policy)) or ""
+    factory = policies().get(asked.policy.partition(":")[0])
+    about = (inspect.getdoc(factory) or "").partition("\n")[0] if factory else "unknown"
     print(f"Input:  {asked.transcript.name}, the first {asked.limit} conversations")
-    print(f"Budget: {budget:,} tokens for prompt + reply\nPolicy: {asked.policy}: {policy.splitlines()[0]}")
-    if asked.policy == "default":
-        print("        clamp what is oversized, clear old tool results, then keep the beginning and the newest")
-    print()
+    print(f"Budget: {budget:,} tokens for prompt + reply\nPolicy: {asked.policy}: {about}\n")
     began = time.monotonic()
     how = ("--limit", asked.limit, "--policy", asked.policy, "--max-new-tokens", asked.max_new_tokens)
     run = command("run", asked.transcript, "--model", "smollm2", "--budget", budget, *how, "--log", db, "--plot", plot)

@@ -11,8 +11,11 @@ DATA = HERE / "data"
 
 
 def output(name: str) -> Path:
-    """A fresh path in `demo-output/`: what an earlier run of the demo left there is gone. Git ignores the folder."""
-    folder = HERE.parent / "demo-output"
+    """A fresh path in `demo-output/` below the current folder; what an earlier run left there is gone.
+
+    The folder tells git to ignore it.
+    """
+    folder = Path("demo-output")
     folder.mkdir(exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
     for ending in ("", "-wal", "-shm"):
