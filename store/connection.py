@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
 import stat
 import threading
@@ -18,14 +19,15 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from compaction.errors import LogError, LogFull, LogLocked, LogNewer, LogReadOnly, NotALog
+from compaction.errors import LogError, LogFull, LogLocked, LogMissing, LogNewer, LogReadOnly, NotALog
 from compaction.store.migrations import migrate, pending, unknown
 from compaction.store.schema import APPLICATION_ID
 
-__all__ = ["Store", "open_file", "open_memory", "translated"]
+__all__ = ["Store", "open_file", "open_memory", "open_readonly", "translated"]
 
 _MAGIC = b"SQLite format 3\x00"
 _OLDEST = (3, 37, 0)  # STRICT tables
+_SHM_STEP = 32 * 1024  # bytes the wal-index grows by
 
 _FAULTS: tuple[tuple[str, Callable[[str], LogError]], ...] = (
     ("is locked", lambda n: LogLocked(f"{n}: another process is writing to it: wait for it, or give a longer timeout")),
@@ -57,11 +59,17 @@ def translated(name: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as exc:
-        text = str(exc)
+        # Where the wal-index cannot grow, SQLite calls a full disk an I/O error.
+        text = "disk is full" if "disk I/O error" in str(exc) and _no_space(name) else str(exc)
         for part, make in _FAULTS:
             if part in text:
                 raise make(name) from exc
         raise LogError(f"{name}: SQLite says {text!r}: run verify, and restore a copy if the file is damaged") from exc
+
+
+def _no_space(name: str) -> bool:
+    folder = Path(name).parent
+    return folder.is_dir() and shutil.disk_usage(folder).free < _SHM_STEP
 
 
 class Store:
@@ -150,6 +158,28 @@ def open_file(path: str, *, synchronous: str, timeout: float) -> Store:
     return Store(db, path)
 
 
+def open_readonly(path: str, *, timeout: float) -> Store:
+    """Open a log file to read it only; neither the file nor its folder need to be writable, and nothing is created.
+
+    Raises NotALog, LogNewer, LogMissing or LogError.
+    """
+    _require_version()
+    if not Path(path).exists():
+        raise LogMissing(f"{path}: no such log, and none was created")
+    _check_magic(path)
+    alone = not Path(f"{path}-wal").exists() and not os.access(Path(path).parent, os.W_OK)
+    uri = f"{Path(path).as_uri()}?mode=ro{'&immutable=1' if alone else ''}"
+    connection = sqlite3.connect(uri, timeout=timeout, isolation_level=None, check_same_thread=False, uri=True)
+    try:
+        with translated(path):
+            db = Database(connection, execute_plugins=False)
+            _refuse_strangers(db, path)
+    except BaseException:
+        connection.close()
+        raise
+    return Store(db, path)
+
+
 def _require_version() -> None:
     if sqlite3.sqlite_version_info < _OLDEST:
         raise LogError(f"this Python's SQLite is {sqlite3.sqlite_version}, the log needs 3.37 or newer")
@@ -166,11 +196,16 @@ def _touch(path: str) -> None:
         raise LogError(f"{path}: its folder does not exist: create it first") from exc
     except OSError as exc:
         raise LogReadOnly(f"{path}: cannot be created ({exc.strerror}): check that its folder can be written") from exc
+    if Path(path).is_file() and not (os.access(path, os.W_OK) and os.access(Path(path).parent, os.W_OK)):
+        raise LogReadOnly(f"{path}: file or folder cannot be written: change the permissions, or work on a copy")
+    _check_magic(path)
+
+
+def _check_magic(path: str) -> None:
+    """Raises NotALog for what does not look like SQLite, LogReadOnly for what cannot be read."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise NotALog(f"{path}: not a regular file: give the path of a log file")
-        if not (os.access(path, os.W_OK) and os.access(Path(path).parent, os.W_OK)):
-            raise LogReadOnly(f"{path}: file or folder cannot be written: change the permissions, or work on a copy")
         with Path(path).open("rb") as file:
             start = file.read(len(_MAGIC))
     except OSError as exc:

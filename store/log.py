@@ -19,7 +19,7 @@ from compaction.errors import InvalidInput, LogError
 from compaction.events import Event, NewEvent, Text
 from compaction.store import reading, search, verifying
 from compaction.store.anchors import HeadFile, head_text
-from compaction.store.connection import Store, open_file, open_memory
+from compaction.store.connection import Store, open_file, open_memory, open_readonly
 from compaction.store.rows import ConversationRow, DecisionRow, Hit, MessageRow, SpanRow, UsageRow, VerifyReport
 from compaction.store.writing import newest, prepare, seq_of, write
 
@@ -139,6 +139,7 @@ class AuditLog(_SqliteLog):
         durability: "full" loses no acknowledged event on power failure; "normal" none on a crash of the process.
         head_file: a file, better on another disk, that keeps the newest hash after every commit; see `verify`.
         timeout: seconds to wait for another process's write lock before LogLocked.
+        readonly: open an existing file to read it only; its folder need not be writable. Writing raises LogReadOnly.
 
     Raises NotALog, LogNewer, LogLocked, LogReadOnly or LogError where the file cannot be opened.
     """
@@ -150,6 +151,7 @@ class AuditLog(_SqliteLog):
         durability: Literal["full", "normal"] = "full",
         head_file: str | os.PathLike[str] | None = None,
         timeout: float = 5.0,
+        readonly: bool = False,
     ) -> None:
         if durability not in ("full", "normal"):
             raise InvalidInput(f'durability is "full" or "normal", not {durability!r}')
@@ -157,7 +159,10 @@ class AuditLog(_SqliteLog):
             raise InvalidInput("a log needs a path; for one in memory use MemoryLog()")
         self.path = str(Path(path).absolute())
         self.durability = durability
-        store = open_file(self.path, synchronous=durability.upper(), timeout=timeout)
+        if readonly:
+            store = open_readonly(self.path, timeout=timeout)
+        else:
+            store = open_file(self.path, synchronous=durability.upper(), timeout=timeout)
         try:
             heads = HeadFile(str(Path(head_file).absolute())) if head_file is not None else None
             super().__init__(store, heads)

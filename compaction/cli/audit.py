@@ -153,7 +153,7 @@ def search(db: str, query: str, conversation: str | None, limit: int, as_json: b
     from compaction.cli.opening import existing_log
     from compaction.cli.output import console, emit, plain, table
 
-    with existing_log(db) as log:
+    with existing_log(db, readonly=False) as log:
         _check_known(log, conversation)
         hits = log.search(query, limit, conversation=conversation)
     if as_json:

@@ -23,8 +23,8 @@ __all__ = ["budget_of", "engine_of", "existing_log", "log_of", "policy_of"]
 _WROTE = "give the file that `run --log` or `chat --log` wrote"
 
 
-def existing_log(path: str) -> AuditLog:
-    """A log that exists.
+def existing_log(path: str, *, readonly: bool = True) -> AuditLog:
+    """A log that exists, opened to read it only.
 
     Raises LogMissing where there is none (nothing is created), and what `AuditLog` raises.
     """
@@ -36,7 +36,7 @@ def existing_log(path: str) -> AuditLog:
         raise LogMissing(f"{path}: no such log, and none was created: {_WROTE}")
     if file.is_file() and file.stat().st_size == 0:
         raise NotALog(f"{path}: an empty file, not a compaction log: {_WROTE}")
-    return AuditLog(path)
+    return AuditLog(path, readonly=readonly)
 
 
 def log_of(path: str | None, durability: str = "full") -> AuditLog | MemoryLog:

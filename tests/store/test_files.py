@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import warnings
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +23,7 @@ from compaction.errors import (
     LogError,
     LogFull,
     LogLocked,
+    LogMissing,
     LogNewer,
     LogReadOnly,
     NotALog,
@@ -30,6 +33,7 @@ from compaction.store import AuditLog
 from compaction.store.schema import APPLICATION_ID
 from tests.contracts.log_contract import AT, append, appended, story
 
+ROOT = Path(__file__).resolve().parents[2]
 USER = {"role": "user", "content": "x"}
 
 
@@ -230,6 +234,45 @@ def test_a_read_only_log_says_so(tmp_path: Path, what: str) -> None:
 
     folder.chmod(0o777)
     assert "a.db" in told
+
+
+def test_a_log_can_be_opened_to_be_read_only(tmp_path: Path) -> None:
+    """Everything reads and verifies while another connection writes; writing is refused and nothing is created."""
+    with AuditLog(tmp_path / "a.db") as log:
+        append(log, "c", "m", USER)
+        with AuditLog(tmp_path / "a.db", readonly=True) as reader:
+            append(log, "c", "n", USER)
+            assert len(reader.messages("c")) == 2 and reader.verify().ok
+            with pytest.raises(LogReadOnly):
+                append(reader, "c", "o", USER)
+            assert log.verify().ok and len(log.messages("c")) == 2
+    with pytest.raises(LogMissing):
+        AuditLog(tmp_path / "b.db", readonly=True)
+
+    assert not (tmp_path / "b.db").exists()
+
+
+def test_a_read_only_folder_can_be_audited(tmp_path: Path) -> None:
+    """Mounted read-only, a log still reads and verifies (as root, who may write anywhere else)."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("needs root and unshare to mount a folder read-only")
+    with AuditLog(tmp_path / "a.db") as log:
+        append(log, "c", "m", USER)
+    script = (
+        "from compaction.store import AuditLog\nwith AuditLog('a.db', readonly=True) as log: print(log.verify().ok)"
+    )
+    mounted = 'mount --bind . . && mount -o remount,bind,ro . && cd "$PWD"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f'{mounted} && {sys.executable} -c "$SCRIPT"'],
+        cwd=tmp_path,
+        env={**os.environ, "SCRIPT": script, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    if "mount" in done.stderr:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_a_fork_does_not_write_into_our_connection(tmp_path: Path) -> None:
