@@ -14,6 +14,7 @@ import pytest
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="kill -9 and fork are POSIX")
 
 ARROWS = {
+    "create the log: in the transaction",
     "append → measure",
     "above the high mark",
     "view → plan",

@@ -20,6 +20,7 @@ __all__ = ["Reference", "Strike", "arrow", "in_order", "reference", "strike", "s
 CHANGES = ("opened", "appended", "pinned", "decision_committed", "decision_failed")
 """Events that change what a session holds."""
 ARROWS = {
+    "create": "create the log",
     "opened": "log opened",
     "counter": "append → measure",
     "appended": "log message",

@@ -15,11 +15,10 @@ from typing import Any
 from compaction import Budget, Session, SessionManager
 from compaction.policies import ClearToolResults, NoOp, SlidingWindow, Summarize, default_policy
 from compaction.ports import Engine, Policy, Summary
-from compaction.store import AuditLog
 from compaction.testing import FakeCounter
 from tests.builders import assistant, system, tool_batch, tool_schema, user
 from tests.crash.scripted_engine import ScriptedEngine
-from tests.crash.traps import Trap, TrapCounter, TrapEngine, TrapLog, TrapPolicy, TrapSummarizer, watch
+from tests.crash.traps import Trap, TrapCounter, TrapEngine, TrapLog, TrapPolicy, TrapSummarizer, open_log, watch
 
 __all__ = ["CONVERSATION", "SCENARIOS", "Scenario", "tell", "users"]
 
@@ -56,7 +55,7 @@ class Scenario:
 
 def tell(scenario: Scenario, path: Path, trap: Trap, on_step: Callable[[Session], None]) -> None:
     """Tell the rest of the story into the log at `path`."""
-    with AuditLog(path) as log:
+    with open_log(path, trap) as log:
         engine = scenario.engine() if scenario.engine else None
         counter = engine.counter if engine else FakeCounter()
         manager = SessionManager(

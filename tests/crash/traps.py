@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from compaction.budget import Target, Window
@@ -21,7 +23,7 @@ from compaction.session import Session
 from compaction.store import AuditLog
 from compaction.view import View
 
-__all__ = ["Trap", "TrapCounter", "TrapEngine", "TrapLog", "TrapPolicy", "TrapSummarizer", "watch"]
+__all__ = ["Trap", "TrapCounter", "TrapEngine", "TrapLog", "TrapPolicy", "TrapSummarizer", "open_log", "watch"]
 
 INSTRUCTIONS = 100
 """Instructions of SQLite's machine between two places inside a statement."""
@@ -40,6 +42,29 @@ class Trap:
         self.reached[place] += 1
         if place == self.place and self.reached[place] == self.nth:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_log(path: Path, trap: Trap) -> AuditLog:
+    """A log whose creation can be cut: the connection made to the file is wrapped, nothing else is."""
+    real, made = sqlite3.connect, list[sqlite3.Connection]()
+
+    def connect(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = real(*args, **options)
+        if args[0] != str(path):  # a scratch database in memory
+            return connection
+        made.append(connection)
+        connection.set_trace_callback(lambda _: trap.reach("sql create"))
+        connection.set_progress_handler(lambda: trap.reach("vm create"), INSTRUCTIONS)
+        return connection
+
+    sqlite3.connect = connect  # type: ignore[assignment]
+    try:
+        return AuditLog(path)
+    finally:
+        sqlite3.connect = real
+        for connection in made:
+            connection.set_trace_callback(None)
+            connection.set_progress_handler(None, 0)
 
 
 @dataclass
