@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from compaction import Budget
-from compaction.engines import TransformersEngine
 from compaction.policies import SlidingWindow
 from tests.crash import full_disk, writers
 from tests.crash.failpoints import Reference, Strike, in_order, reference, strike, strikes
 from tests.crash.kills import RunKiller, kill_story
 from tests.crash.results import Outcome
 from tests.crash.scenarios import SCENARIOS, Scenario, users
+
+if TYPE_CHECKING:
+    from compaction.engines import TransformersEngine
 
 __all__ = ["PARTS", "QUICK", "Job", "Options", "jobs"]
 
