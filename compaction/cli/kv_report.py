@@ -133,12 +133,19 @@ def _one(item: Weighed) -> None:
         keeps = "all" if kind.layer.bytes_per_token else "–"
         keeps = f"last {kind.layer.keeps:,}" if kind.layer.keeps else keeps
         fixed = "unknown" if data["state_bytes"] is None else binary(data["state_bytes"])
-        rows.append((kind.count, kind.layer.kind, keeps, binary(data["bytes_per_token"]), fixed, binary(data["bytes"])))
-    per_token, state = item.geometry.bytes_per_token, item.geometry.state_bytes
-    rows.append((len(item.geometry.layers), "all", "", binary(per_token), binary(state), binary(item.bytes)))
+        size = _at_least(data["bytes"], data["state_bytes"] is None)
+        rows.append((kind.count, kind.layer.kind, keeps, binary(data["bytes_per_token"]), fixed, size))
+    per_token, unknown = item.geometry.bytes_per_token, item.geometry.unknown_states > 0
+    state, size = _at_least(item.geometry.state_bytes, unknown), _at_least(item.bytes, unknown)
+    rows.append((len(item.geometry.layers), "all", "", binary(per_token), state, size))
     title = f"{item.source.name} · {item.geometry.family} · {item.storage.name}"
     console().print(table(title, columns, rows, right=("layers", *columns[3:])))
     console().print(f"{per_token:,} bytes per token, {item.bytes:,} bytes at {counted(item.tokens, 'token')}")
+
+
+def _at_least(size: int, unknown: bool) -> str:
+    """A sum that a state of unknown size would add to says so."""
+    return f"> {binary(size)}" if unknown else binary(size)
 
 
 def _several(weighed: list[Weighed], tokens: int) -> None:
@@ -158,8 +165,8 @@ def _several(weighed: list[Weighed], tokens: int) -> None:
             " + ".join(f"{kind.count} {kind.layer.kind}" for kind in item.kinds),
             binary(item.geometry.bytes_per_token),
             binary(item.marginal),
-            binary(item.geometry.state_bytes),
-            binary(item.bytes),
+            _at_least(item.geometry.state_bytes, item.geometry.unknown_states > 0),
+            _at_least(item.bytes, item.geometry.unknown_states > 0),
         )
         for item in weighed
     ]

@@ -73,6 +73,16 @@ def test_tables() -> None:
     assert all(words in several for words in ("MQA+sliding", "GQA+state", "4 full + 28 state", "139 MiB"))
 
 
+def test_unknown_states_are_never_a_silent_zero(tmp_path: Path) -> None:
+    """A sum that leaves out a state says that it is a lower bound."""
+    path = write_config(tmp_path, {"model_type": "rwkv", "num_hidden_layers": 4, "hidden_size": 64})
+
+    shown = cli("kv", path).stdout
+
+    assert "> 0 B" in shown and "4 layers with a state of unknown size, not counted" in shown
+    assert as_json("kv", path)["unknown_states"] == 4
+
+
 def test_cost() -> None:
     """1 GiB of the 64 GiB that weights leave costs a sixty-fourth of the price."""
     money = ("--price", 3.2, "--gpu-memory", "80GiB", "--weights", "16GiB")

@@ -193,7 +193,7 @@ def test_json_has_the_documented_keys() -> None:
         ({**LLAMA3_8B, "num_key_value_heads": 5}, "num_key_value_heads is 5: it must divide the 32"),
         ({**LLAMA3_8B, "num_key_value_heads": 64}, "num_key_value_heads is 64"),
         ({**LLAMA3_8B, "hidden_size": 4097}, "hidden_size 4097"),
-        ({**LLAMA3_8B, "num_kv_shared_layers": 32}, "num_kv_shared_layers is 32"),
+        ({**LLAMA3_8B, "num_kv_shared_layers": 33}, "num_kv_shared_layers is 33"),
         ({**LLAMA3_8B, "layer_types": ["indexed_attention"] * 32}, "indexed_attention"),
         ({**LLAMA3_8B, "is_encoder_decoder": True}, "is_encoder_decoder"),
         ({**CONFIGS["deepseek-v3"], "qk_rope_head_dim": None}, "qk_rope_head_dim"),

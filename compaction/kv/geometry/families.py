@@ -185,5 +185,6 @@ _IMPLIED: dict[str, Callable[[Config, int], list[str]]] = {
     "recurrent_gemma": _recurrent_gemma,
     "kimi_linear": _kimi,
     "falcon_h1": _all("hybrid"),
+    **dict.fromkeys(("rwkv", "xlstm"), _all("recurrent")),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _all("linear_attention")),
 }

@@ -51,12 +51,12 @@ def optional(config: Config, *names: str) -> int | None:
     return None
 
 
-def positive(config: Config, *names: str) -> int:
+def positive(config: Config, name: str, *others: str) -> int:
     """The first of these keys that is set; one of them must be."""
-    value = optional(config, *names)
+    value = optional(config, name, *others)
     if value is None:
-        others = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""
-        raise InvalidInput(f"config has no {names[0]}{others}: is it a language model's config.json? add the key")
+        also = f" (nor {', '.join(others)})" if others else ""
+        raise InvalidInput(f"config has no {name}{also}: is it a language model's config.json? add the key")
     return value
 
 

@@ -60,7 +60,7 @@ def read_layers(config: Config, width: Width) -> tuple[LayerGeometry, ...]:
     """The layers of a language model's config."""
     names = layer_names(config)
     shared = config.get("num_kv_shared_layers") or 0
-    if not isinstance(shared, int) or not 0 <= shared < len(names):
+    if not isinstance(shared, int) or not 0 <= shared <= len(names):
         raise InvalidInput(f"config num_kv_shared_layers is {shared!r}, but there are {len(names)} layers")
     own = len(names) - shared
     layers = [_layer(of_layer(config, index), name, index, len(names), width) for index, name in enumerate(names[:own])]
