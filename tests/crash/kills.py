@@ -71,10 +71,10 @@ class RunKiller:
     def measure(self) -> Outcome:
         """The run in one go: what it comes to and how long it plays."""
         log = self.folder / "whole.db"
-        process, began = self._start(log), time.monotonic()
+        process = self._start(log)
         self._wait_for_growth(process, log)
         began = time.monotonic()
-        process.wait(STUCK)
+        _finish(process)
         self.seconds = time.monotonic() - began
         found = self._ended(process) + problems(log, self.stories, complete=True)
         self.expected = told(log)
@@ -91,16 +91,19 @@ class RunKiller:
             process = self._start(log)
             moment = self._sleep(process, log)
             process.kill()
-            process.wait(STUCK)
+            _finish(process)
             if process.returncode >= 0:
                 yield self._whole(process, log)
+                if process.returncode:
+                    return
                 log = self._next_log()
                 continue
             killed += 1
             found = problems(log, self.stories, complete=False)
-            yield Outcome("run, kill -9 at random", moment, "", tuple(found))
+            held = sum(len(messages) for messages, _ in told(log).values()) if log.exists() else 0
+            yield Outcome("run, kill -9 at random", f"{moment}: {held} messages held", "", tuple(found))
         process = self._start(log)
-        process.wait(STUCK)
+        _finish(process)
         yield self._whole(process, log)
 
     def _whole(self, process: subprocess.Popen[str], log: Path) -> Outcome:
@@ -156,6 +159,15 @@ class RunKiller:
                     return
                 opened, before = True, size
             time.sleep(0.01)
+
+
+def _finish(process: subprocess.Popen[str]) -> None:
+    """Wait for its end; a process that is stuck is killed, which its exit code then says."""
+    try:
+        process.wait(STUCK)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _size(path: Path) -> int:

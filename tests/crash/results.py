@@ -52,7 +52,7 @@ def table(outcomes: Iterable[Outcome]) -> Table:
     """For people."""
     shown = Table(title="Crashes")
     shown.add_column("where", no_wrap=True)
-    for name in ("tries", "old state", "new state", "failed"):
+    for name in ("tries", "old", "new", "failed"):
         shown.add_column(name, justify="right")
     for row in rows(outcomes):
         shown.add_row(
