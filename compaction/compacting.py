@@ -5,12 +5,13 @@ Invariant: the decision is durable before its spans leave the context, and it wa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from compaction.budget import Limits
 from compaction.decide import Decision, Held, Recorder, decide
-from compaction.errors import LogConflict
+from compaction.errors import CompactionError, LogConflict
 from compaction.events import NewEvent, Text
 from compaction.fulfil import fulfil
 from compaction.ledger import Ledger
@@ -39,8 +40,19 @@ def compact_once(ledger: Ledger, limits: Limits, trigger: str) -> Decision | Hel
             raise LogConflict(ledger.id, planned.seq, ledger.state.seq)
         return _events(ledger, made[-1], recorder)
 
-    ledger.commit(build)
+    started = time.perf_counter()
+    try:
+        ledger.commit(build)
+    except CompactionError as exc:
+        _tell(ledger, trigger, exc, started)
+        raise
+    _tell(ledger, trigger, made[-1], started)
     return made[-1]
+
+
+def _tell(ledger: Ledger, trigger: str, outcome: object, started: float) -> None:
+    if ledger.settings.observer is not None:
+        ledger.settings.observer(ledger.id, trigger, outcome, time.perf_counter() - started)
 
 
 def _summarizer(ledger: Ledger, limits: Limits) -> Callable[[Digest, View], Summary] | None:

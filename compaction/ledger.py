@@ -22,13 +22,16 @@ from compaction.ports import Clock, Counter, Engine, Ids, Log, Policy, Rng, Summ
 from compaction.state import State, load
 from compaction.view import Pin
 
-__all__ = ["Build", "Ledger", "Settings"]
+__all__ = ["Build", "Ledger", "Observer", "Settings"]
 
 RETRIES = 16
 SETTINGS = ("policy", "counter", "budget", "window", "user_first", "kv_bytes_per_token")
 
 Build = Callable[[], tuple[list[NewEvent], list[Text]]]
 """Makes events and their texts out of the current state; called again where somebody else was first."""
+Observer = Callable[[str, str, object, float], None]
+"""Told of each attempt to compact: conversation, trigger, what came of it (a Decision, a Held, or the CompactionError
+that is raised), and seconds, summaries included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Settings:
     engine: Engine | None = None
     window: Window | None = None
     summarizer: Summarizer | None = None
+    observer: Observer | None = None
 
 
 class Ledger:

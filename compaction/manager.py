@@ -94,6 +94,12 @@ class SessionManager:
         """The log all sessions write to."""
         return self.settings.log
 
+    @property
+    def conversations(self) -> tuple[str, ...]:
+        """Conversations that have a session here now."""
+        with self._lock:
+            return tuple(self._sessions)
+
     def session(self, conversation: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Session:
         """The session of that conversation; resumed from the log if the log knows it. Tools are counted."""
         if not conversation or not isinstance(conversation, str):
