@@ -33,11 +33,11 @@ def compact_once(ledger: Ledger, limits: Limits, trigger: str) -> Decision | Hel
     made: list[Decision | Held] = []
 
     def build() -> Written:
-        planned = ledger.state
+        planned, overtaken = ledger.state.seq, ledger.overtaken
         recorder = Recorder(ledger.settings.counter, ledger.tally.tools, _summarizer(ledger, limits))
-        made.append(decide(planned.view(), limits, ledger.settings.policy, recorder, trigger=trigger))
-        if ledger.state is not planned:  # somebody appended while a summary was being written
-            raise LogConflict(ledger.id, planned.seq, ledger.state.seq)
+        made.append(decide(ledger.state.view(), limits, ledger.settings.policy, recorder, trigger=trigger))
+        if ledger.overtaken != overtaken:  # somebody appended while a summary was being written
+            raise LogConflict(ledger.id, planned, ledger.state.seq)
         return _events(ledger, made[-1], recorder)
 
     started = time.perf_counter()

@@ -58,6 +58,7 @@ class Ledger:
         self.id = conversation
         self.settings = settings
         self.lock = threading.RLock()
+        self.overtaken = 0
         self.resumed = settings.log.seq(conversation) > 0
         self.state = load(settings.log, conversation) if self.resumed else State(conversation)
         self._use(self.state.tools_text if tools is None else _tools_json(tools))
@@ -81,7 +82,7 @@ class Ledger:
                 try:
                     return self._commit_once(build)
                 except LogConflict:
-                    self.state = load(self.settings.log, self.id)
+                    self._catch_up()
             return self._commit_once(build)
 
     def _commit_once(self, build: Build) -> tuple[Event, ...]:
@@ -91,6 +92,16 @@ class Ledger:
         for event in written:
             self.state.apply(event, lambda d: bodies[d] if d in bodies else self.settings.log.text(d))
         return written
+
+    def _catch_up(self) -> None:
+        """Fold what others wrote meanwhile. Only that is read: a loser that reads all again loses the next race too."""
+        self.overtaken += 1
+        fresh = list(self.settings.log.events(self.id, self.state.seq))
+        if any(event.kind == "rewound" for event in fresh):
+            self.state = load(self.settings.log, self.id)
+            return
+        for event in fresh:
+            self.state.apply(event, self.settings.log.text)
 
     def note(self, kind: Kind, payload: Mapping[str, Any]) -> None:
         """Write one event that has no text."""

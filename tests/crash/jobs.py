@@ -122,7 +122,7 @@ def _stories(options: Options) -> list[Job]:
 
 
 def _writers(options: Options) -> list[Job]:
-    turns = 60 if options.each else 15
+    turns = 150 if options.each else 15
     return [
         Job("writers", 1, lambda p=policy: iter([writers.two_writers(p, options.folder, turns=turns)]))  # type: ignore[misc]
         for policy in writers.POLICIES
