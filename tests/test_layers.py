@@ -22,7 +22,7 @@ FACADE = "compaction"
 HOUSE: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
     frozenset({"cli", "testing"}),
-    frozenset({"adapters", "replay", FACADE}),
+    frozenset({"adapters", "metrics", "replay", FACADE}),
     frozenset({"manager"}),
     frozenset({"middleware", "plugins", "engines"}),
     frozenset({"kv"}),
@@ -46,7 +46,17 @@ FLOOR = {room: number for number, rooms in enumerate(HOUSE) for room in rooms}
 # Policies are independent of each other; what composes them is not.
 COMPOSING_POLICIES = {"compaction.policies.pipeline", "compaction.policies.fallback"}
 # Not numpy: sqlite-utils imports it where it is installed, and copes where it is not.
-HEAVY = ("torch", "transformers", "httpx", "requests", "openai", "matplotlib", "tiktoken", "langchain_core")
+HEAVY = (
+    "torch",
+    "transformers",
+    "httpx",
+    "requests",
+    "openai",
+    "matplotlib",
+    "tiktoken",
+    "langchain_core",
+    "prometheus_client",
+)
 
 
 class Import(NamedTuple):
@@ -208,7 +218,15 @@ def test_every_test_states_the_behaviour() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["compaction", "compaction.store", "compaction.policies", "compaction.engines", "compaction.cli"]
+    "module",
+    [
+        "compaction",
+        "compaction.store",
+        "compaction.policies",
+        "compaction.engines",
+        "compaction.cli",
+        "compaction.metrics",
+    ],
 )
 def test_importing_is_light(module: str) -> None:
     """Importing the library, or any of its public packages, loads no model, network or drawing code."""
