@@ -3,13 +3,13 @@
 Plays conversations of the tau-bench airline runs (or, where ../shared/data is not there, the sample in demos/data)
 through SmolLM2 with a live KV cache, by the commands a user would type. Then every discarded span is taken back and
 compared with the file it came from. Options: `--limit N`, `--budget N`, `--max-new-tokens N`, `--policy P`, and
-another transcript. About a minute on two quiet cores. Expect a summary whose last lines are
+another transcript. About a minute on two quiet cores. Expect a summary that ends with
 
-    recovered     63 of 63 spans, byte for byte
-    replay        17 of 17 decisions identical
-    log           verifies: 285 events
+    recovered     42 of 42 spans, byte for byte
+    replay        15 of 15 decisions identical
+    log           verifies: 179 events, demo-output/main_job.db
 
-(your counts may differ). Exits 1 where anything is not as promised.
+and the plot's name. Exits 1 where anything is not as promised.
 """
 
 from __future__ import annotations

@@ -34,11 +34,12 @@ def main() -> None:
     print(f"{talk.id}: {len(talk.messages)} messages, budget {BUDGET:,} tokens\n")
     columns = ("compactions", "summaries", "spans", "tokens", "peak", "prefilled", "reused")
     print(f"{'policy':15}", *(f"{column:>11}" for column in columns))
+    whole: list[int] = []  # tokens of each turn without compaction
     with AuditLog(output("three_policies.db")) as log:
         for policy in POLICIES:
             manager = SessionManager(engine=engine, policy=policy, budget=Budget(tokens=BUDGET), log=log)
             session = manager.session(policy.name)
-            whole = []
+            whole.clear()
             for message in talk.messages:
                 if message["role"] == "assistant":
                     session.probe(max_new_tokens=4)  # the model runs; the conversation goes on as recorded

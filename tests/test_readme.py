@@ -43,12 +43,13 @@ def table(page: Path, heading: str) -> dict[str, str]:
 
 
 def sessions(page: Path) -> Iterator[tuple[str, str]]:
-    """The commands of the console blocks with what is said to follow; `make` is CI's own business."""
+    """The commands of the console blocks with what is said to follow; blocks about `make` are CI's own business."""
     for block in blocks(page, "console"):
+        if block.startswith("$ make "):
+            continue
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, printed = part.partition("\n")
-            if not command.startswith("make "):
-                yield command, printed
+            yield command, printed
 
 
 def matches(expected: str, printed: str) -> bool:
