@@ -3,7 +3,7 @@
 Plays conversations of the tau-bench airline runs (or, where ../shared/data is not there, the sample in demos/data)
 through SmolLM2 with a live KV cache, by the commands a user would type. Then every discarded span is taken back and
 compared with the file it came from. Options: `--limit N`, `--budget N`, `--max-new-tokens N`, `--policy P`, and
-another transcript. About a minute on two quiet cores. Expect a summary that ends with
+another transcript. It took 50 s of processor time where this was written. Expect a summary that ends with
 
     recovered     42 of 42 spans, byte for byte
     replay        15 of 15 decisions identical
