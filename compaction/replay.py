@@ -67,10 +67,11 @@ class _Player:
         self.digests += 1
         return self.fulfilled[self.digests - 1]
 
-    def check_finished(self) -> None:
-        """Raises _Diverged where recorded answers are left over."""
-        if (self.asked, self.digests) != (len(self.answers), len(self.fulfilled)):
-            raise _Diverged(f"asks for {self.asked} of the {len(self.answers)} counts recorded")
+    def left(self) -> str:
+        """Which recorded answers nobody asked for; "" where all were."""
+        if (self.asked, self.digests) == (len(self.answers), len(self.fulfilled)):
+            return ""
+        return f"asks for {self.asked} of the {len(self.answers)} counts recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,6 @@ def _again(log: Log, state: State, event: Event, make: MakePolicy) -> Verdict:
     limits = Limits.from_json(recorded["limits"])
     try:
         outcome = decide(state.view(), limits, policy, player, trigger=recorded["trigger"])
-        player.check_finished()
     except (_Diverged, BudgetUnsatisfiable, CompactionError) as exc:
         return verdict("different", f"policy {named['name']!r} {exc}")
     if not isinstance(outcome, Decision):
@@ -174,6 +174,8 @@ def _again(log: Log, state: State, event: Event, make: MakePolicy) -> Verdict:
     for key, value in made.items():
         if canonical(value) != canonical(recorded[key]):
             return verdict("different", f"{key}: recorded {_short(recorded[key])}, now {_short(value)}")
+    if left := player.left():
+        return verdict("different", f"policy {named['name']!r} {left}")
     return verdict("identical")
 
 

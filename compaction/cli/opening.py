@@ -69,6 +69,9 @@ def engine_of(model: str, device: str | None) -> TransformersEngine:
     """The model, loaded. Raises ModelNotFound or EngineError, and EngineError where the extra is not installed."""
     from compaction.errors import EngineError
 
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # on a busy machine spinning threads make torch ten times slower
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else an unreachable hub writes six lines before our one
     shown = errors()
     with shown.status(f"loading {model} …") if shown.is_terminal else _Quiet():
