@@ -71,7 +71,7 @@ def engine_of(model: str, device: str | None) -> TransformersEngine:
 
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
-    )  # on a busy machine spinning threads make torch ten times slower
+    )  # spinning threads make torch 10 x slower on a busy machine
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else an unreachable hub writes six lines before our one
     shown = errors()
     with shown.status(f"loading {model} …") if shown.is_terminal else _Quiet():
