@@ -44,8 +44,8 @@ class Tally:
         Raises InvalidMessage, with its index, where one cannot follow the ones before.
         """
         batch: Batch | None = copy.deepcopy(state.batch)
-        leading = [entry.render(state.history) for entry in state.entries[: state.leading]]
         leads = len(state.entries) == state.leading
+        leading = [entry.render(state.history) for entry in state.entries] if leads else []
         total, head, rendered = state.tokens, state.head, None
         payloads: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
