@@ -104,6 +104,7 @@ class TransformersGeneration:
         return token
 
     def _finish(self, reason: str) -> None:
+        self._live.end_turn()
         done = self._prefilled
         usage = Usage(
             prompt_tokens=done.prompt,

@@ -1,27 +1,33 @@
 """One conversation's live KV cache and the token ids it stands for.
 
 Invariant: outside a running forward pass, `ids` names exactly the tokens whose keys and values the layers hold, in
-order, at positions 0…n-1; whatever cannot be kept so is dropped whole, never guessed. Memory is true: after every pass
-and every crop no tensor is a view of a larger storage, so bytes measured are bytes held.
+order, at positions 0…n-1; whatever cannot be kept so is dropped whole, never guessed. Memory is true: bytes measured
+are bytes held. In arenas they are what `start_turn` allocated; without arenas, no tensor is a view of a larger storage
+after a pass or a crop.
 Knows nothing about messages, templates or sampling.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from compaction.errors import EngineError
+from compaction.kv.arena import ArenaLayer
+from compaction.kv.attention import GroupedDecode
+from compaction.kv.cache import ArenaCache
 from compaction.kv.measure import storage_bytes
 
 __all__ = ["Forward", "LiveCache", "common_prefix"]
 
 # Layers whose crop is understood. Any other (recurrent, compressed, quantised) makes the cache one that only grows.
-_FULL_LAYERS = {"DynamicLayer", "DynamicIndexedLayer"}
-_SLIDING_LAYERS = {"DynamicSlidingWindowLayer"}
+_FULL_LAYERS = {"ArenaLayer", "DynamicLayer", "DynamicIndexedLayer"}
+_SLIDING_LAYERS = {"ArenaSlidingLayer", "DynamicSlidingWindowLayer"}
 _EMPTY_LAYERS = {"DummyLayer"}
 
 
@@ -43,10 +49,13 @@ class Forward:
         self._cache = "cache" if "cache" in names else "past_key_values"
         self._positions = "position_ids" in names
         self._last_only = "logits_to_keep" in names
+        self._grouped = GroupedDecode(model)
 
-    def new_cache(self) -> Any:
-        """An empty cache whose layers are of the kinds the config names."""
-        return DynamicCache(config=self.model.config)
+    def new_cache(self, capacity: int | None = None) -> Any:
+        """An empty cache, its layers of the kinds the config names; arenas of at most `capacity` tokens where given."""
+        if capacity is None:
+            return DynamicCache(config=self.model.config)
+        return ArenaCache(self.model.config, capacity=capacity)
 
     @torch.no_grad()
     def __call__(self, cache: Any, ids: Sequence[int], start: int) -> torch.Tensor:
@@ -60,17 +69,25 @@ class Forward:
             keywords["position_ids"] = torch.arange(start, start + len(ids), device=device)[None]
         if self._last_only:
             keywords["logits_to_keep"] = 1
-        out = self.model(input_ids=torch.tensor([list(ids)], device=device), **keywords)
+        # Elsewhere than on the CPU nobody has measured SDPA's kernels for one token against ours.
+        grouped = isinstance(cache, ArenaCache) and len(ids) == 1 and device.type == "cpu"
+        with self._grouped if grouped else nullcontext():
+            out = self.model(input_ids=torch.tensor([list(ids)], device=device), **keywords)
         logits: torch.Tensor = out.logits[0, -1]
         return logits
 
 
 class LiveCache:
-    """The cache of one conversation (batch 1). Not thread-safe: its owner holds a lock."""
+    """The cache of one conversation (batch 1). Not thread-safe: its owner holds a lock.
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
-        self._cache: Any = forward.new_cache()
+    Args:
+        forward: the model.
+        capacity: tokens that the arenas may grow to; None: transformers' own layers, which copy all at each token.
+    """
+
+    def __init__(self, forward: Forward, capacity: int | None = None) -> None:
+        self._forward, self._capacity = forward, capacity
+        self._cache: Any = forward.new_cache(capacity)
         self.ids: list[int] = []
         self.peak_tokens = 0
         self.peak_bytes = 0
@@ -94,20 +111,37 @@ class LiveCache:
         known = _FULL_LAYERS | _SLIDING_LAYERS | _EMPTY_LAYERS
         return any(type(layer).__name__ not in known for layer in self.layers)
 
-    def start_peaks(self) -> None:
-        """Forget earlier peaks; what is held now counts."""
-        self.peak_tokens, self.peak_bytes = len(self.ids), self.bytes
+    def start_turn(self, tokens: int) -> None:
+        """Make room for exactly `tokens`, and forget earlier peaks: what is given back is no part of this turn's.
+
+        Raises EngineError where memory does not suffice; what stood in the cache stays.
+        """
+        if isinstance(self._cache, ArenaCache):
+            with _out_of_memory(tokens):
+                self._cache.shrink(tokens)
+                self._cache.meter.peak = self._cache.meter.held
+                self._cache.reserve(tokens)
+        self.peak_tokens, self.peak_bytes = len(self.ids), 0
+        self._note_peak()
+
+    def end_turn(self) -> None:
+        """Give back what was reserved for a reply that became much shorter: where less than half is used."""
+        if isinstance(self._cache, ArenaCache) and 2 * self._cache.logical_nbytes() < self._cache.nbytes():
+            self._cache.shrink(0)
+            self._note_peak()
 
     def feed(self, ids: Sequence[int]) -> torch.Tensor:
         """One forward pass over further ids; returns the last one's logits, shape [vocabulary].
 
         An exception leaves the layers uneven: what stood there before is restored where that is possible, else dropped.
+        Raises EngineError where memory does not suffice.
         """
         before = len(self.ids)
         try:
-            logits = self._forward(self._cache, ids, before)
+            with _out_of_memory(before + len(ids)):
+                logits = self._forward(self._cache, ids, before)
             self.ids.extend(ids)
-            self.peak_bytes = max(self.peak_bytes, self.bytes)  # before the copies: the larger figure is the peak
+            self._note_peak()  # before the copies: the larger figure is the peak
             self._own_storage()
         except BaseException:
             self._recover(before)
@@ -146,17 +180,26 @@ class LiveCache:
 
     def clear(self) -> None:
         """Hold nothing."""
-        self._cache = self._forward.new_cache()
+        self._cache = self._forward.new_cache(self._capacity)
         self.ids = []
+
+    def _note_peak(self) -> None:
+        held = self.bytes
+        if isinstance(self._cache, ArenaCache):  # while an arena grew, its old keys or values stood there too
+            held += self._cache.meter.peak - self._cache.meter.held
+        self.peak_bytes = max(self.peak_bytes, held)
 
     def _recover(self, before: int) -> None:
         """After a broken pass: cut full layers back; any other kind may be half written and goes."""
         del self.ids[before:]
         layers = [layer for layer in self.layers if type(layer).__name__ not in _EMPTY_LAYERS]
-        if not before or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+        if not before or any(type(layer).__name__ not in {"ArenaLayer", "DynamicLayer"} for layer in layers):
             self.clear()
             return
         for layer in layers:
+            if isinstance(layer, ArenaLayer):
+                layer.truncate(min(before, layer.held))
+                continue
             layer.keys = layer.keys[..., :before, :].clone()
             layer.values = layer.values[..., :before, :].clone()
             if not layer.keys.shape[-2] == layer.values.shape[-2] == before:
@@ -166,10 +209,20 @@ class LiveCache:
     def _own_storage(self) -> None:
         """Copy every tensor that shows only part of its storage."""
         for layer in self.layers:
+            if isinstance(layer, ArenaLayer):
+                continue
             for name in ("keys", "values", "indexer_keys"):
                 tensor = getattr(layer, name, None)
                 if isinstance(tensor, torch.Tensor) and _hides_memory(tensor):
                     setattr(layer, name, tensor.clone(memory_format=torch.contiguous_format))
+
+
+@contextmanager
+def _out_of_memory(tokens: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as exc:
+        raise EngineError(f"out of memory at {tokens:,} tokens: lower the budget") from exc
 
 
 def _hides_memory(tensor: torch.Tensor) -> bool:

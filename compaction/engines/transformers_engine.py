@@ -128,6 +128,7 @@ class TransformersEngine:
                 raise EngineError(f"conversation {conversation!r} is still generating: finish that reply or close() it")
             request = Request.of(messages, tools)
             reason, kept = self._align(held, wanted, messages, request, why)
+            held.live.start_turn(len(wanted) + max_new_tokens - 1)  # the last token of a reply is not fed
             held.prompt, held.request, held.reply = len(wanted), request, None
             logits = self._prefill(held.live, wanted[kept:])
             prefilled = Prefilled(logits, len(wanted), kept, reason, started)
@@ -151,7 +152,8 @@ class TransformersEngine:
         Raises EngineError where prompt + reply exceed the window.
         """
         wanted = self._wanted(messages, None, _at_least_one(max_new_tokens))
-        live, started = LiveCache(self._forward), self._clock()
+        live, started = self._new_live(), self._clock()
+        live.start_turn(len(wanted) + max_new_tokens - 1)
         prefilled = Prefilled(self._prefill(live, wanted), len(wanted), 0, "first", started)
         reply = self._start(live, prefilled, threading.RLock(), max_new_tokens)
         for _ in reply:
@@ -165,8 +167,7 @@ class TransformersEngine:
 
         Raises EngineError where the prompt exceeds the window.
         """
-        live = LiveCache(self._forward)
-        return self._prefill(live, self._wanted(messages, tools, 0)).float().cpu()
+        return self._prefill(self._new_live(), self._wanted(messages, tools, 0)).float().cpu()
 
     def kv_bytes(self, conversation: str) -> int:
         """Bytes of KV cache the conversation holds now, measured from distinct tensor storages."""
@@ -204,8 +205,11 @@ class TransformersEngine:
         with self._table_lock:
             held = self._conversations.get(conversation)
             if held is None:
-                held = self._conversations[conversation] = _Conversation(LiveCache(self._forward))
+                held = self._conversations[conversation] = _Conversation(self._new_live())
             return held
+
+    def _new_live(self) -> LiveCache:
+        return LiveCache(self._forward, self.window.tokens)
 
     def _wanted(self, messages: _Messages, tools: _Tools, max_new_tokens: int) -> list[int]:
         """The request's ids, once it is certain that prompt and reply fit the window."""
@@ -232,7 +236,6 @@ class TransformersEngine:
             live.clear()
             why, keep = ("uncroppable" if keep else why), 0
         live.record_past(False)
-        live.start_peaks()
         return why, keep
 
     def _prefill(self, live: LiveCache, ids: list[int]) -> torch.Tensor:
@@ -247,10 +250,7 @@ class TransformersEngine:
 
     def _feed(self, live: LiveCache, ids: list[int]) -> torch.Tensor:
         with self._model_lock:
-            try:
-                return live.feed(ids)
-            except torch.OutOfMemoryError as exc:
-                raise EngineError(f"out of memory at {len(live) + len(ids):,} tokens: lower the budget") from exc
+            return live.feed(ids)
 
     def _start(
         self, live: LiveCache, prefilled: Prefilled, lock: threading.RLock, max_new_tokens: int

@@ -2,7 +2,7 @@
 
 Invariant: the held tokens are slots `0 … held-1`, oldest first, and everything a reader gets is a view of them; a
 slot's content changes only by `update`, `write_keys`, `write_values` and `move`. Allocation happens only in `_resize`,
-where old and new stand side by side for a moment, and is counted there.
+where old and new keys, then old and new values, stand side by side for a moment, and is counted there.
 Knows nothing about positions, rotation or conversations: a slot is a row of numbers.
 
 For code that edits a cache in place (`layer` is an `ArenaLayer` or `ArenaSlidingLayer`; `start`, `end`, `length` count
@@ -14,7 +14,7 @@ slots from the oldest one held; `n = end - start`):
     layer.move(src_start, dst_start, length)  copies slots, keys and values, in either direction, ranges may overlap
     layer.truncate(length)                    forgets the newest slots; `extend(count)` adds slots of undefined content
     layer.nbytes(), layer.logical_nbytes()    bytes allocated, bytes of the slots held
-    layer.fit(slots)                          allocates for so many; gives memory back where less than half is used
+    layer.reserve(slots), layer.shrink(slots) allocates for so many, gives back what is allocated beyond so many
 
 Evicting [a, b) is `move(b, a, held - b)` and `truncate(held - (b - a))`. Keys lie as plain rows, `[slots, head_dim]`,
 rows of one head next to each other.
@@ -74,15 +74,13 @@ class ArenaLayer(DynamicLayer):
         self.meter = meter if meter is not None else Meter()
         super().__init__()
 
-    # -- what transformers reads and calls
-
     @property
     def keys(self) -> torch.Tensor | None:
         """The held keys, a view `[batch, kv_heads, held, head_dim]`; None before the first update."""
         return self.key_slice(0, self.held) if self._arenas else None
 
     @keys.setter
-    def keys(self, value: torch.Tensor | None) -> None:
+    def keys(self, value: object) -> None:
         self._drop(value)
 
     @property
@@ -91,10 +89,10 @@ class ArenaLayer(DynamicLayer):
         return self.value_slice(0, self.held) if self._arenas else None
 
     @values.setter
-    def values(self, value: torch.Tensor | None) -> None:
+    def values(self, value: object) -> None:
         self._drop(value)
 
-    def _drop(self, value: torch.Tensor | None) -> None:
+    def _drop(self, value: object) -> None:
         if value is not None:
             raise InvalidInput("an arena's keys and values are set by write_keys() and write_values()")
         self.meter.swap(self.nbytes(), 0)
@@ -121,7 +119,7 @@ class ArenaLayer(DynamicLayer):
         return self.held
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens, given as a negative number; memory stays until `fit`."""
+        """Forget the newest tokens, given as a negative number; memory stays until `shrink`."""
         if tokens_to_remove > 0:
             raise InvalidInput(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         if self.is_initialized:
@@ -148,8 +146,6 @@ class ArenaLayer(DynamicLayer):
         if self._arenas:
             self._map(lambda arena: arena.to(self.device, non_blocking=True))
 
-    # -- what code that edits the cache calls
-
     @property
     def held(self) -> int:
         """Slots in use."""
@@ -158,12 +154,12 @@ class ArenaLayer(DynamicLayer):
     @property
     def slots(self) -> int:
         """Slots allocated."""
-        return int(self._arenas[0].shape[2]) if self._arenas else 0
+        return min((int(arena.shape[2]) for arena in self._arenas), default=0)
 
     @property
     def slot_nbytes(self) -> int:
         """Bytes of one slot, keys and values."""
-        return sum(_row(arena) for arena in self._arenas)
+        return sum(a.shape[0] * a.shape[1] * a.shape[3] * a.element_size() for a in self._arenas)
 
     def nbytes(self) -> int:
         """Bytes allocated."""
@@ -208,14 +204,17 @@ class ArenaLayer(DynamicLayer):
         self._room(count)
         self._end += count
 
-    def fit(self, slots: int) -> None:
-        """Hold `slots` without growing again; where less than half of the arena would be used, give the rest back."""
+    def reserve(self, slots: int) -> None:
+        """Allocate now for holding `slots`, so that nothing grows until then."""
         self._reserved = slots if self.capacity is None else min(slots, self.capacity)
-        wanted = max(self._reserved, self.held)
-        if self._arenas and (self.slots < wanted or self.slots > 2 * wanted):
-            self._resize(wanted)
+        if self._arenas and self.slots < self._reserved:
+            self._resize(self._reserved)
 
-    # -- inside
+    def shrink(self, slots: int) -> None:
+        """Give back what is allocated beyond `slots` and beyond what is held."""
+        wanted = max(slots, self.held)
+        if self.slots > wanted:
+            self._resize(wanted)
 
     def _slice(self, which: int, start: int, end: int) -> torch.Tensor:
         self._check(start, end)
@@ -240,10 +239,8 @@ class ArenaLayer(DynamicLayer):
         needed = self.held + count
         if needed > self.slots:
             self._resize(self._grown(needed))
-        elif self._start:
-            for arena in self._arenas:
-                _move(arena, self._start, 0, self.held)
-            self._start, self._end = 0, self.held
+        else:
+            self._to_front()
 
     def _grown(self, needed: int) -> int:
         """Slots to allocate where `needed` are: what is reserved, else half as much again, in whole steps."""
@@ -256,13 +253,20 @@ class ArenaLayer(DynamicLayer):
             return self.capacity  # the next growth would not fit beside this arena: let there be none
         return wanted
 
+    def _to_front(self) -> None:
+        if self._start:
+            for arena in self._arenas:
+                _move(arena, self._start, 0, self.held)
+            self._start, self._end = 0, self.held
+
     def _resize(self, slots: int) -> None:
-        old = self.nbytes()
-        new = [_empty(arena, slots) for arena in self._arenas]
-        for source, target in zip(self._arenas, new, strict=True):
-            target[:, :, : self.held].copy_(source[:, :, self._start : self._end])
-        self._arenas, self._start, self._end = new, 0, self.held
-        self.meter.swap(old, self.nbytes())
+        """Reallocate, keys first and then values, so that only one of them stands twice."""
+        self._to_front()
+        for which, old in enumerate(self._arenas):
+            new = _empty(old, slots)
+            new[:, :, : self.held].copy_(old[:, :, : self.held])
+            self._arenas[which] = new
+            self.meter.swap(old.untyped_storage().nbytes(), new.untyped_storage().nbytes())
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         old = self.nbytes()
@@ -275,10 +279,6 @@ def _empty(like: torch.Tensor, slots: int) -> torch.Tensor:
     batch, heads, _, dim = like.shape
     with torch.inference_mode(False):
         return torch.empty(batch, heads, slots, dim, dtype=like.dtype, device=like.device)
-
-
-def _row(arena: torch.Tensor) -> int:
-    return int(arena.shape[0] * arena.shape[1] * arena.shape[3] * arena.element_size())
 
 
 def _move(arena: torch.Tensor, src: int, dst: int, length: int) -> None:

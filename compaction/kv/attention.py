@@ -14,6 +14,7 @@ Knows nothing about caches: keys and values may lie anywhere.
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -77,9 +78,9 @@ def supports(model: Any) -> bool:
         return False
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
         return False
-    for module in model.modules():
+    for name in {type(module).__module__ for module in model.modules()}:
         # A modeling file may keep a local "sdpa" of its own, which our fallback would pass by.
-        own = getattr(inspect.getmodule(type(module)), "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        own = getattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         if own is not ALL_ATTENTION_FUNCTIONS and "sdpa" in own._local_mapping:
             return False
     return True

@@ -4,7 +4,7 @@ Invariant: keys, values, lengths and mask sizes are those of transformers' `Dyna
 kind of layer each one is; only where they lie differs. Full and sliding-window layers are arenas; recurrent,
 convolutional, indexed and shared layers stay transformers' own. Between steps of growth nothing is allocated.
 Memory: at rest no full layer has more than `capacity` slots, no sliding one more than its window and a quarter; while
-one layer grows, its old arena stands beside the new one, and no other does.
+one layer grows, its old keys or values stand beside the new ones, and no other layer's do.
 How to edit a layer in place stands in `compaction.kv.arena`. Knows nothing about messages or token ids.
 """
 
@@ -115,9 +115,13 @@ class ArenaSlidingLayer(ArenaLayer):
             and self.held - removed >= min(self.cumulative_length - removed, self._kept)
         )
 
-    def fit(self, slots: int) -> None:
+    def reserve(self, slots: int) -> None:
         """As in a full layer, for no more slots than the window needs."""
-        super().fit(min(slots, self._full))
+        super().reserve(min(slots, self._full))
+
+    def shrink(self, slots: int) -> None:
+        """As in a full layer, to no more slots than the window needs."""
+        super().shrink(min(slots, self._full))
 
     def _restrict(self) -> None:
         self._start = max(self._start, self._end - self._kept)
@@ -161,10 +165,15 @@ class ArenaCache(DynamicCache):
         """The layers that are arenas, in the model's order."""
         return [layer for layer in self.layers if isinstance(layer, ArenaLayer)]
 
-    def fit(self, tokens: int) -> None:
-        """Allocate for a conversation of `tokens` now, and give back what one of half as many would not use."""
+    def reserve(self, tokens: int) -> None:
+        """Allocate now for a conversation of `tokens`, so that nothing grows until then."""
         for layer in self.arenas:
-            layer.fit(tokens)
+            layer.reserve(tokens)
+
+    def shrink(self, tokens: int) -> None:
+        """Give back what a conversation of `tokens` does not need."""
+        for layer in self.arenas:
+            layer.shrink(tokens)
 
     def nbytes(self) -> int:
         """Bytes allocated, measured from the storages of all layers."""

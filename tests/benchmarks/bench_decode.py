@@ -17,7 +17,6 @@ import torch
 from transformers import DynamicCache
 
 from compaction.engines.live_cache import Forward
-from compaction.kv.attention import GroupedDecode
 from compaction.kv.cache import ArenaCache
 from tests.fixtures_models import shared_smollm2_engine
 
@@ -44,12 +43,12 @@ def milliseconds(work: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-def decode(model: Any, tokens: int, *, rounds: int = 11, threads: int = 2) -> dict[str, Any]:
-    """One decode step behind `tokens` tokens, ours against transformers' own."""
-    forward, grouped = Forward(model), GroupedDecode(model)
+def decode(model: Any, tokens: int, *, rounds: int = 11, threads: int | None = None) -> dict[str, Any]:
+    """One decode step behind `tokens` tokens, ours against transformers' own, on `threads` (None: as torch is set)."""
+    forward = Forward(model)  # puts grouped attention in for arenas only
     theirs = fill(DynamicCache(config=model.config), model, tokens)
     ours = ArenaCache(model.config, capacity=tokens + 64)
-    ours.fit(tokens + 64)
+    ours.reserve(tokens + 64)
     fill(ours, model, tokens)
     allocated, held = ours.meter.allocations, ours.nbytes()
 
@@ -57,13 +56,12 @@ def decode(model: Any, tokens: int, *, rounds: int = 11, threads: int = 2) -> di
         return milliseconds(lambda: forward(cache, [TOKEN], cache.get_seq_length()))
 
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads or before)
     try:
         pairs = []
         for _ in range(rounds + 2):
             first = step(theirs)
-            with grouped:
-                pairs.append((step(ours), first))
+            pairs.append((step(ours), first))
     finally:
         torch.set_num_threads(before)
     pairs = pairs[2:]  # the first steps warm both up
@@ -76,12 +74,12 @@ def decode(model: Any, tokens: int, *, rounds: int = 11, threads: int = 2) -> di
         "ours_min_ms": min(a for a, _ in pairs),
         "theirs_min_ms": min(b for _, b in pairs),
         "bytes_flat": ours.meter.allocations == allocated and ours.nbytes() == held,
-        "threads": threads,
+        "threads": threads or before,
         "load": os.getloadavg()[0],
     }
 
 
-def run(threads: int = 2) -> dict[str, Any]:
+def run(threads: int | None = None) -> dict[str, Any]:
     """All figures by name."""
     model = shared_smollm2_engine("bfloat16").model
     return {f"decode_{tokens}_vs_dynamic_cache": decode(model, tokens, threads=threads) for tokens in (8_000, 500)}

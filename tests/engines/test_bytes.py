@@ -13,7 +13,7 @@ from tests.fixtures_models import CROPPABLE, SLIDING, STATEFUL, tiny_engine
 Messages = list[dict[str, Any]]
 
 
-@pytest.mark.parametrize("family", [*CROPPABLE, *SLIDING])
+@pytest.mark.parametrize("family", CROPPABLE)
 def test_predicted_equals_measured(family: str, talk: Messages) -> None:
     """After a prompt, and after every shorter and longer one, the formula gives the bytes that the storages have."""
     engine = tiny_engine(family)
@@ -23,6 +23,55 @@ def test_predicted_equals_measured(family: str, talk: Messages) -> None:
         differences.append(engine.kv_bytes("c") - engine.geometry.bytes(len(engine.cached_ids("c"))))
 
     assert differences == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_a_window_shows_what_is_predicted_and_holds_little_more(family: str, talk: Messages) -> None:
+    """Sliding arenas have a few slots beyond their window of 24, so that it moves once in many tokens."""
+    engine = tiny_engine(family)
+    shown, more = [], []
+    for length in (1, 3, 5, 9):
+        list(engine.generate("c", talk[:length], None, max_new_tokens=1))
+        layers = engine._conversations["c"].live.layers
+        predicted = engine.geometry.bytes(len(engine.cached_ids("c")))
+        shown.append(sum(layer.logical_nbytes() for layer in layers) - predicted)
+        more.append(
+            (engine.kv_bytes("c") - predicted) // sum(layer.slot_nbytes for layer in layers if layer.is_sliding)
+        )
+
+    assert shown == [0, 0, 0, 0] and all(0 <= slots <= 16 for slots in more)
+
+
+def test_a_reply_that_ends_early_leaves_what_was_allocated_for_it(tiny: TransformersEngine, talk: Messages) -> None:
+    """Bytes are those of the arenas: the prompt and the longest reply, whatever of it came."""
+    generation = tiny.generate("c", talk[:3], None, max_new_tokens=30)
+    next(iter(generation))
+    generation.close()
+
+    assert generation.result is not None
+    slots = generation.result.usage.prompt_tokens + 29
+    assert tiny.kv_bytes("c") == generation.result.usage.peak_kv_bytes == tiny.geometry.bytes(slots)
+
+
+def test_a_reply_that_became_much_shorter_gives_memory_back(tiny: TransformersEngine, talk: Messages) -> None:
+    """Where less than half of what was allocated is used, a conversation at rest holds exactly its tokens."""
+    generation = tiny.generate("c", talk[:1], None, max_new_tokens=500)
+    next(iter(generation))
+    generation.close()
+
+    assert tiny.kv_bytes("c") == tiny.geometry.bytes(len(tiny.cached_ids("c")))
+
+
+def test_growth_counts_what_stands_twice(tiny: TransformersEngine, talk: Messages) -> None:
+    """A longer turn reallocates: one layer's old keys or values are there beside the new ones, and in the peak."""
+    list(tiny.generate("c", talk[:3], None, max_new_tokens=1))
+    before = tiny.kv_bytes("c")
+
+    generation = tiny.generate("c", talk, None, max_new_tokens=1)
+    list(generation)
+
+    assert generation.result is not None
+    assert generation.result.usage.peak_kv_bytes == tiny.kv_bytes("c") + before // 8  # four layers, keys or values
 
 
 @pytest.mark.parametrize("family", STATEFUL)

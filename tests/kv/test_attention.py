@@ -114,18 +114,17 @@ def test_soft_caps_are_refused_as_sdpa_refuses_them() -> None:
 def test_models_decode_the_same_logits(family: str) -> None:
     """Nine families in float32: arenas and grouped attention against `DynamicCache` and SDPA, prefill and decode."""
     model = tiny_model(family)
-    forward, grouped = Forward(model), GroupedDecode(model)
+    forward = Forward(model)  # puts grouped attention in for arenas only
     theirs, ours = DynamicCache(config=model.config), ArenaCache(model.config, capacity=256, step=16)
     ids = torch.randint(3, 300, (120,), generator=torch.Generator().manual_seed(2)).tolist()
     at, worst = 0, 0.0
     for count in [40, *[1] * 80]:
         tokens = ids[at : at + count]
         want = forward(theirs, tokens, at)
-        with grouped:
-            worst = max(worst, float((want - forward(ours, tokens, at)).abs().max()))
+        worst = max(worst, float((want - forward(ours, tokens, at)).abs().max()))
         at += count
 
-    assert grouped.active and worst < 1e-5
+    assert supports(model) and worst < 1e-5
 
 
 def test_the_model_is_as_it_was_afterwards() -> None:
@@ -150,11 +149,24 @@ def test_a_model_without_sdpa_runs_unchanged() -> None:
         assert not supports(model) and model.config._attn_implementation == "eager"
 
 
+def test_only_arenas_decode_by_it() -> None:
+    """A pass over any other cache, or over several tokens, runs by the name the model came with."""
+    model, names = tiny_model("llama"), []
+    handle = model.register_forward_pre_hook(lambda *_: names.append(model.config._attn_implementation))
+    forward = Forward(model)
+    for cache in (DynamicCache(config=model.config), ArenaCache(model.config)):
+        forward(cache, [5, 6], 0)
+        forward(cache, [7], 2)
+    handle.remove()
+
+    assert names == ["sdpa", "sdpa", "sdpa", NAME]
+
+
 @pytest.mark.model
 def test_smollm2_gives_the_same_logits_in_float32() -> None:
     """Logits of a real model differ by no more than 1e-5 of their size."""
     model = shared_smollm2_engine("float32").model
-    forward, grouped = Forward(model), GroupedDecode(model)
+    forward = Forward(model)  # puts grouped attention in for arenas only
     theirs, ours = DynamicCache(config=model.config), ArenaCache(model.config)
     ids = torch.randint(3, 40_000, (140,), generator=torch.Generator().manual_seed(2)).tolist()
     forward(theirs, ids[:128], 0)
@@ -162,8 +174,7 @@ def test_smollm2_gives_the_same_logits_in_float32() -> None:
     worst = 0.0
     for at in range(128, 140):
         want = forward(theirs, ids[at : at + 1], at)
-        with grouped:
-            found = forward(ours, ids[at : at + 1], at)
+        found = forward(ours, ids[at : at + 1], at)
         worst = max(worst, float((want - found).abs().max() / want.abs().max()))
 
     assert worst < 1e-5
@@ -180,11 +191,7 @@ def test_smollm2_in_bfloat16_is_as_near_to_float32_as_with_sdpa() -> None:
         cache: Any = ArenaCache(model.config) if ours else DynamicCache(config=model.config)
         forward(cache, ids[:256], 0)
         for at in range(256, 266):
-            if ours:
-                with GroupedDecode(model):
-                    found.append(forward(cache, ids[at : at + 1], at))
-            else:
-                found.append(forward(cache, ids[at : at + 1], at))
+            found.append(forward(cache, ids[at : at + 1], at))
         return torch.stack(found).float().log_softmax(-1)
 
     exact = replies("float32", ours=False)

@@ -203,7 +203,7 @@ def test_steady_state_allocates_nothing(family: str) -> None:
     """200 decoded tokens leave each layer in the storages it had."""
     model = tiny_model(family)
     cache, forward = ArenaCache(model.config, capacity=300), Forward(model)
-    cache.fit(300)
+    cache.reserve(300)
     forward(cache, ids(60), 0)
     forward(cache, ids(1), 60)
 
@@ -226,15 +226,16 @@ def test_a_sliding_layer_holds_its_window_and_a_quarter() -> None:
     assert layer.held == 511 and layer.slots <= 511 + 128
 
 
-def test_fit_allocates_once_and_gives_back_what_is_not_used() -> None:
-    """Exactly the asked slots; memory returns only where less than half would be used."""
+def test_memory_is_allocated_and_given_back_to_the_slot() -> None:
+    """Reserved once, then no growth; shrunk to what is asked, never below what is held."""
     layer = filled(10)
     found = []
-    for slots in (400, 300, 100, 10):
-        layer.fit(slots)
+    for change, slots in ((layer.reserve, 400), (layer.reserve, 300), (layer.shrink, 100), (layer.shrink, 3)):
+        change(slots)
         found.append(layer.slots)
 
     assert found == [400, 400, 100, 10]
+    assert layer.meter.held == layer.nbytes() == layer.logical_nbytes()
 
 
 def test_bytes_are_those_of_the_storages() -> None:
