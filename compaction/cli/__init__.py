@@ -19,6 +19,7 @@ import click
 from compaction.cli.audit import audit
 from compaction.cli.chat import chat
 from compaction.cli.kv import kv
+from compaction.cli.lint import lint
 from compaction.cli.policies import policies
 from compaction.cli.replay import replay
 from compaction.cli.run import run
@@ -70,7 +71,7 @@ def cli() -> None:
     """
 
 
-for command in (run, chat, audit, replay, kv, policies):
+for command in (run, chat, audit, replay, kv, lint, policies):
     cli.add_command(command)
 
 
