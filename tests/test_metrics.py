@@ -230,6 +230,20 @@ def test_an_interrupted_reply_is_counted(engine: TransformersEngine) -> None:
     assert series(metrics, "prompt_tokens_total") == {}
 
 
+def test_a_page_in_the_middle_of_a_reply(engine: TransformersEngine) -> None:
+    """While a reply is streamed, the page shows the bytes its cache holds by then."""
+    metrics = Metrics()
+    session = manager(metrics, engine=engine, counter=None, budget=Budget(tokens=400)).session("c")
+    session.append(user("hello"))
+    stream = session.stream(max_new_tokens=32)
+    next(stream)
+
+    during = value(metrics, "kv_cache_bytes", model_name=engine.name)
+
+    assert during == engine.kv_bytes("c") > 0
+    stream.close()
+
+
 def test_kv_bytes_are_measured_when_asked(engine: TransformersEngine) -> None:
     """Each conversation's bytes, their sum, and their share of what they may hold; a released one is gone."""
     metrics = Metrics()

@@ -39,7 +39,7 @@ def lint(ctx: click.Context, model: str, template: str | None, strict: bool, as_
                history_stable (a turn leaves the text before it as it was), drops_reasoning, injects_date,
                moves_system, moves_tools,
                reuse: {plain, tools, reasoning, reasoning+tools: {fraction, held, reused, prefilled, prefix_stable,
-               history_stable}} in tokens, over the second and third turn,
+               history_stable}} in tokens, over all replies but the first,
                findings: [{code, severity (cache or text), says, remedy, plain and batch (reuse without and with a
                batch of tool calls), tokens (that folding adds; null: none)}],
                profile: what the template takes, field by field
@@ -52,7 +52,7 @@ def lint(ctx: click.Context, model: str, template: str | None, strict: bool, as_
         emit(report.to_json())
     else:
         _show(report)
-    if strict and any(finding.severity == "cache" for finding in report.findings):
+    if strict and any(reuse.reused < reuse.held for reuse in report.reuse.values()):
         ctx.exit(UNSTABLE)
 
 
@@ -120,7 +120,7 @@ def _show(report: LintReport) -> None:
 
 
 _REUSE = ("reuse", "with tool calls")
-_TABLES = {"cache": ("Prefilled again", False), "text": ("Folded, so that nothing is lost", True)}
+_TABLES = {"cache": ("Costs the cache, or would", False), "text": ("Folded, so that nothing is lost", True)}
 
 
 def _row(finding: Finding, folds: bool) -> tuple[object, ...]:

@@ -80,7 +80,7 @@ def _batch(thoughts: Mapping[str, Any]) -> Messages:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Tokens over all turns but the first: `held` in the cache before a turn, `reused` of them, in `prompts`.
+    """Tokens over all replies but the first: `held` in the cache before a turn, `reused` of them, in `prompts`.
 
     `prefix_stable`: the text of each prompt, generation prompt included, begins the next one. `history_stable`: a turn
     leaves the text of the messages before it as it was.

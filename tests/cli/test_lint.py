@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import as_json, cli, complaint
+from compaction.tokens.lint import CODES
+from tests.cli.harness import ROOT, as_json, cli, complaint
 from tests.tokens.families import TEMPLATES, tokenizer_of
 
 KEYS = ["name", "fingerprint", "prefix_stable", "history_stable", "drops_reasoning", "injects_date"]
@@ -35,7 +37,13 @@ def test_tables(folder: Path) -> None:
     """The verdict, reuse by conversation, and each finding with what is done about it."""
     shown = cli("lint", folder).stdout
 
-    words = ("not stable", "Prefilled again", "moves_system", "Folded, so that nothing is lost", "writes a first line")
+    words = (
+        "not stable",
+        "Costs the cache, or would",
+        "moves_system",
+        "Folded, so that nothing is lost",
+        "writes a first line",
+    )
     assert all(word in shown for word in words)
 
 
@@ -52,6 +60,29 @@ def test_another_template(folder: Path, tmp_path: Path) -> None:
     found = as_json("lint", folder, "--template", path, "--strict")
 
     assert found["prefix_stable"] and found["name"].endswith("fixed.jinja")
+
+
+def test_a_frozen_date_costs_nothing(folder: Path, tmp_path: Path) -> None:
+    """A template that writes today's date passes a strict look: the finding says what it would cost."""
+    path = tmp_path / "dated.jinja"
+    path.write_text("{{ strftime_now('%d %b %Y') }}" + TEMPLATES["chatml"], "utf-8")
+
+    found = as_json("lint", folder, "--template", path, "--strict")
+
+    assert (found["injects_date"], found["prefix_stable"], found["findings"][0]["code"]) == (True, True, "injects_date")
+
+
+@pytest.mark.model
+def test_the_docs_sample_is_what_is_printed() -> None:
+    """docs/templates.md shows what the command prints, and has a row for each finding there is."""
+    page = (ROOT / "docs" / "templates.md").read_text("utf-8")
+    sample = page.partition("$ compaction lint smollm2\n")[2].partition("```")[0]
+    printed = cli("lint", "smollm2").stdout
+
+    assert [line.split() for line in sample.splitlines() if line] == [
+        line.split() for line in printed.splitlines() if line.strip()
+    ]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == CODES
 
 
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
