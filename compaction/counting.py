@@ -6,12 +6,11 @@ count of everything rendered anew. Figures go into events; nothing here is neede
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compaction.errors import InvalidMessage
-from compaction.grammar import LEADING, Batch, accept
+from compaction.grammar import LEADING, Batch, follow
 from compaction.messages import Message
 from compaction.ports import Counter
 from compaction.state import State
@@ -43,7 +42,7 @@ class Tally:
 
         Raises InvalidMessage, with its index, where one cannot follow the ones before.
         """
-        batch: Batch | None = copy.deepcopy(state.batch)
+        batch = state.batch
         leads = len(state.entries) == state.leading
         leading = [entry.render(state.history) for entry in state.entries] if leads else []
         total, head, rendered = state.tokens, state.head, None
@@ -72,10 +71,6 @@ class Tally:
 
 def _follow(batch: Batch | None, message: Message, index: int | None) -> Batch | None:
     try:
-        accept(batch, message)
+        return follow(batch, message)
     except InvalidMessage as exc:
         raise InvalidMessage(exc.reason, index=index) from exc
-    if message.role == "tool" and batch:
-        batch.accept(message)
-        return batch
-    return Batch.opened_by(message) if message.role == "assistant" and message.call_ids else None

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 from compaction.errors import InvalidMessage
 from compaction.messages import Message
 
-__all__ = ["BOUND_PARTS", "LEADING", "Batch", "CutRule", "Line", "UserFirst", "WholeUnits", "editable", "legal_cuts"]
+__all__ = [
+    "BOUND_PARTS",
+    "LEADING",
+    "Batch",
+    "CutRule",
+    "Line",
+    "UserFirst",
+    "WholeUnits",
+    "editable",
+    "follow",
+    "legal_cuts",
+]
 
 LEADING = frozenset({"system", "developer"})
 BOUND_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning", "compaction"})
@@ -87,33 +98,17 @@ def editable(message: Message, path: str) -> bool:
     return isinstance(part.get("text"), str) and part.get("type") not in BOUND_PARTS
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """The newest assistant message with tool calls, and which of its calls still wait for a result."""
+    """An assistant message with tool calls, and which of them still wait for a result. `unit` is the message's id."""
 
     unit: str
-    waiting: Counter[str] = field(default_factory=Counter)
-
-    @classmethod
-    def opened_by(cls, message: Message) -> Batch:
-        """The batch an assistant message with tool calls opens."""
-        return cls(message.id, Counter(message.call_ids))
+    waiting: Counter[str]
 
     @property
     def pending(self) -> tuple[str, ...]:
         """Ids without a result, in the order of the calls."""
         return tuple(self.waiting.elements())
-
-    def accept(self, message: Message) -> None:
-        """Take one tool result.
-
-        Raises InvalidMessage where no call of the batch waits for it.
-        """
-        call = message.answers or ""
-        if not self.waiting[call]:
-            raise InvalidMessage(_orphan(call))
-        self.waiting[call] -= 1
-        self.waiting += Counter()
 
 
 def _orphan(call: str) -> str:
@@ -123,13 +118,14 @@ def _orphan(call: str) -> str:
     )
 
 
-def accept(batch: Batch | None, message: Message) -> None:
-    """Check that a message may follow; `batch` is the one the list ends with, if any.
+def follow(batch: Batch | None, message: Message) -> Batch | None:
+    """The batch a list ends with once the message is appended; `batch` is the one it ended with before.
 
-    Raises InvalidMessage for an orphan tool result.
+    Raises InvalidMessage for a tool result that no call of the batch waits for; nothing is changed then.
     """
-    if message.role != "tool":
-        return
-    call = message.answers or ""
-    if batch is None or not batch.waiting[call]:
-        raise InvalidMessage(_orphan(call))
+    if message.role == "tool":
+        call = message.answers or ""
+        if batch is None or not batch.waiting[call]:
+            raise InvalidMessage(_orphan(call))
+        return Batch(batch.unit, batch.waiting - Counter((call,)))
+    return Batch(message.id, Counter(message.call_ids)) if message.role == "assistant" and message.call_ids else None

@@ -14,7 +14,7 @@ from compaction.applying import apply_plan
 from compaction.budget import Limits
 from compaction.errors import InvalidInput, InvalidMessage, LogMissing
 from compaction.events import Event
-from compaction.grammar import LEADING, Batch, accept
+from compaction.grammar import LEADING, Batch, follow
 from compaction.messages import Message, resolve
 from compaction.plan import Plan
 from compaction.ports import Log
@@ -88,7 +88,7 @@ class State:
             self._replace([replace(e, tokens=counts.get(e.id, e.tokens)) for e in self.entries])
 
     def _append(self, message: Message, payload: Mapping[str, Any]) -> None:
-        accept(self.batch, message)
+        batch = follow(self.batch, message)
         leads = len(self.entries) == self.leading and message.role in LEADING
         unit = self.batch.unit if message.role == "tool" and self.batch else message.id
         entry = Entry(message.id, message.role, payload["tokens"], unit)
@@ -102,7 +102,7 @@ class State:
             self.head = _head(payload)
         else:
             self._add_row(entry, len(self.entries) - 1)
-        self._follow(message)
+        self._note_last(message, batch)
 
     def _add_row(self, entry: Entry, index: int) -> None:
         """Keep the view's units as entries come, so that planning need not walk the conversation."""
@@ -113,15 +113,11 @@ class State:
         self._row_of[entry.unit] = len(self._rows)
         self._rows.append(Unit(index, index + 1, entry.tokens, kept=False))
 
-    def _follow(self, message: Message) -> None:
-        if message.role == "tool" and self.batch:
-            self.batch.accept(message)
-            return
-        self.batch = None
+    def _note_last(self, message: Message, batch: Batch | None) -> None:
+        self.batch = batch
         if message.role == "user":
             self.last_user = message.id
         if message.role == "assistant":
-            self.batch = Batch.opened_by(message) if message.call_ids else None
             self.newest_batch = message.id if message.call_ids else None
 
     def _decide(self, payload: Mapping[str, Any], text_of: TextOf) -> None:

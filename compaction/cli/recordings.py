@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from compaction.errors import InvalidInput, InvalidMessage, InvalidTranscript
-from compaction.grammar import Batch, accept
+from compaction.grammar import Batch, follow
 from compaction.messages import Message, dumps
 from compaction.transcripts import Transcript, read
 
@@ -37,19 +37,15 @@ class Recording:
 
         Raises InvalidTranscript for a tool result without its call.
         """
-        skipped, batch = 0, None
+        batch: Batch | None = None
+        skipped = 0
         for index, data in enumerate(self.messages):
             message = Message(str(index), dumps(data))
+            skipped += message.role == "assistant" and bool(batch and batch.pending)
             try:
-                accept(batch, message)
+                batch = follow(batch, message)
             except InvalidMessage as exc:
                 raise self.fault(index, exc.reason) from exc
-            if message.role == "tool" and batch is not None:
-                batch.accept(message)
-                continue
-            if message.role == "assistant":
-                skipped += bool(batch and batch.pending)
-            batch = Batch.opened_by(message) if message.role == "assistant" and message.call_ids else None
         return skipped
 
     def fault(self, index: int, reason: str) -> InvalidTranscript:

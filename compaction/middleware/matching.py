@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from compaction.errors import InvalidInput, InvalidMessage
-from compaction.grammar import Batch, accept
+from compaction.grammar import Batch, follow
 from compaction.messages import Message, validate
 from compaction.session import Session
 
@@ -64,24 +64,16 @@ def _checked(kept: Sequence[Message], rest: Sequence[object]) -> list[Mapping[st
         start -= 1
     batch: Batch | None = None
     for message in islice(kept, max(0, start - 1), None):
-        batch = _follow(batch, message)
+        batch = follow(batch, message)
     checked: list[Mapping[str, Any]] = []
     for index, raw in enumerate(rest, start=len(kept)):
         message = Message("", validate(raw, index=index))
         try:
-            batch = _follow(batch, message)
+            batch = follow(batch, message)
         except InvalidMessage as exc:
             raise InvalidMessage(exc.reason, index=index) from exc
         checked.append(message.data)
     return checked
-
-
-def _follow(batch: Batch | None, message: Message) -> Batch | None:
-    accept(batch, message)
-    if message.role == "tool" and batch is not None:
-        batch.accept(message)
-        return batch
-    return Batch.opened_by(message) if message.role == "assistant" and message.call_ids else None
 
 
 def _rewind(session: Session, message_id: str, position: int) -> None:
