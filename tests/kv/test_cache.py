@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from compaction.engines.live_cache import Forward
 from compaction.errors import EngineError, InvalidInput
+from compaction.kv.attention import GroupedDecode
 from compaction.kv.cache import ArenaCache, ArenaLayer, ArenaSlidingLayer
 from compaction.kv.measure import storage_bytes
 from tests.fixtures_models import FAMILIES, SLIDING, STATEFUL, tiny_model, tiny_tokenizer
@@ -188,6 +189,20 @@ def test_growth_holds_one_more_arena_at_most() -> None:
     assert cache.meter.held < cache.meter.peak <= 4 * one + one
 
 
+def test_two_thousand_tokens_stay_within_the_budget() -> None:
+    """Measured after each decoded token; only while it grows does one layer have its keys or its values twice."""
+    cache, one_slot = ArenaCache(tiny_model("llama").config, capacity=2048), 2 * 2 * 16 * 4
+    budget, worst = 4 * 2048 * one_slot, 0
+    new = torch.randn(1, 2, 1, 16)
+    for _ in range(2048):
+        for layer in range(4):
+            cache.update(new, new, layer)
+        worst = max(worst, cache.meter.held)
+
+    assert cache.nbytes() == cache.meter.held == worst == budget
+    assert cache.meter.peak <= budget + 2048 * one_slot // 2
+
+
 def test_a_full_arena_refuses_before_it_writes() -> None:
     """The error names the capacity, and the layer is as it was."""
     layer = filled(10, capacity=10)
@@ -256,7 +271,7 @@ def test_bytes_are_those_of_the_storages() -> None:
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": False, "num_return_sequences": 1}])
 @pytest.mark.parametrize("family", ["llama", "gemma3_hybrid"])
 def test_generate_gives_the_same_tokens(family: str, options: dict[str, Any]) -> None:
-    """transformers' own loop, a padded batch and beams included, takes the cache as it is."""
+    """transformers' own loop, a padded batch and beams included, takes cache and attention function as they are."""
     model, tokenizer = tiny_model(family), tiny_tokenizer()
     prompt = torch.tensor([ids(30), [tokenizer.pad_token_id] * 10 + ids(20)])
     mask = (torch.arange(30)[None] >= torch.tensor([[0], [10]])).long()
@@ -266,7 +281,11 @@ def test_generate_gives_the_same_tokens(family: str, options: dict[str, Any]) ->
         found: torch.Tensor = model.generate(prompt, attention_mask=mask, cache=cache, **options_)
         return found
 
-    assert torch.equal(reply(DynamicCache(config=model.config)), reply(ArenaCache(model.config)))
+    theirs = reply(DynamicCache(config=model.config))
+    with GroupedDecode(model):
+        ours = reply(ArenaCache(model.config))
+
+    assert torch.equal(theirs, ours)
 
 
 def test_a_cache_from_inference_mode_can_be_written_outside_of_it() -> None:
