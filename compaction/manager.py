@@ -6,6 +6,7 @@ Invariant: the only core module that knows a default policy and the in-memory lo
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,9 @@ from compaction.store import MemoryLog
 from compaction.tokens import default_counter
 
 __all__ = ["Compacted", "SessionManager", "compact", "message_id", "utc_now"]
+
+
+_NAME = re.compile("[^\\x00\\ud800-\\udfff]+")
 
 
 def utc_now() -> str:
@@ -102,8 +106,8 @@ class SessionManager:
 
     def session(self, conversation: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Session:
         """The session of that conversation; resumed from the log if the log knows it. Tools are counted."""
-        if not conversation or not isinstance(conversation, str):
-            raise InvalidInput(f"a conversation needs a non-empty name, not {conversation!r}")
+        if not isinstance(conversation, str) or not conversation or not _NAME.fullmatch(conversation):
+            raise InvalidInput(f"a conversation needs a name without NUL and lone surrogates, not {conversation!r}")
         with self._lock:
             known = self._sessions.get(conversation)
             if known is None:

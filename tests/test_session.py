@@ -349,6 +349,13 @@ def test_a_budget_in_bytes_needs_somebody_who_knows_the_bytes() -> None:
         manager(budget=Budget(kv_bytes="1GiB"))
 
 
+@pytest.mark.parametrize("name", ["", "a\x00b", "a\ud800", 7])
+def test_a_conversation_needs_a_proper_name(name: Any) -> None:
+    """A name goes into SQL text: what cannot is refused at once."""
+    with pytest.raises(InvalidInput, match="a conversation needs a name"):
+        manager().session(name)
+
+
 def test_async_twins_do_the_same() -> None:
     """`aprepare` is `prepare`."""
     session = filled(manager().session("c"))
