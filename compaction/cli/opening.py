@@ -69,9 +69,7 @@ def engine_of(model: str, device: str | None) -> TransformersEngine:
     """The model, loaded. Raises ModelNotFound or EngineError, and EngineError where the extra is not installed."""
     from compaction.errors import EngineError
 
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # spinning threads make torch 10 x slower on a busy machine
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make torch 10 x slower on a busy machine
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else an unreachable hub writes six lines before our one
     shown = errors()
     with shown.status(f"loading {model} …") if shown.is_terminal else _Quiet():
