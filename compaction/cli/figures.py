@@ -47,6 +47,7 @@ class Figures:
     discarded_spans: int = 0
     discarded_tokens: int = 0
     peak_tokens: int = 0
+    kv_bytes: int | None = None
     peak_kv_bytes: int | None = None
     prefilled_tokens: int = 0
     reused_tokens: int = 0
@@ -115,6 +116,8 @@ class Figures:
         for name, values in (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms)):
             if usage.get(name) is not None:
                 values.append(usage[name])
+        if usage.get("kv_bytes") is not None:
+            self.kv_bytes = max(self.kv_bytes or 0, usage["kv_bytes"])
         peak = usage.get("peak_tokens") or usage["prompt_tokens"]
         prompt = usage["prompt_tokens"]
         self.series.append(Turn(conversation, prompt, peak, usage.get("kv_bytes"), history + peak - prompt))

@@ -59,7 +59,8 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
       conversations messages turns         what was played; turns: recorded assistant messages
       compactions discarded_spans discarded_tokens
       budget_tokens peak_tokens            the limit, and the largest forward pass (summaries' passes included)
-      peak_kv_bytes                        largest KV cache of one pass, measured from the tensors
+      kv_bytes                             largest KV cache after a turn, measured from the tensors
+      peak_kv_bytes                        the same at any allocation: a growing arena stands beside the old one
       prefilled_tokens reused_tokens       fed to the model, and found in its cache
       generated_tokens summary_tokens      of the turns; read and written by the summariser
       unsatisfiable skipped interrupted    turns that could not fit; that stand among unanswered calls; cut off
