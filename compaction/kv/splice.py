@@ -125,10 +125,11 @@ class Splicer:
         removed = len(self.ledger) - length
         slots = slots_of(self.cache)
         for index, layer in enumerate(slots):
-            if layer is not None and layer.window is not None:
-                short = layer.held - removed < min(length, layer.window)
-                if removed > 0 and short and layer.held < len(self.ledger):
-                    raise CannotSplice(f"layer {index} no longer holds the window of the first {length} tokens")
+            if layer is None or removed <= 0 or layer.held == len(self.ledger):
+                continue
+            # A layer that records its past (no window now) is in the middle of a reply: its owner crops the cache.
+            if layer.window is None or layer.held - removed < min(length, layer.window):
+                raise CannotSplice(f"layer {index} no longer holds the window of the first {length} tokens")
         self.ledger.crop(length)
         for layer in slots:
             if layer is not None and removed:

@@ -124,7 +124,7 @@ def test_compact_eviction_from_the_middle_moves_keys_to_their_new_positions(kind
     """In the first layer, where keys know nothing of the text before, they equal a prefill of the shortened text."""
     talk, ids = Talk("llama", kind, tokens=60), text(60)
     talk.splicer.evict([(7, 20), (31, 40)], "compact")
-    fresh = DynamicCache(config=talk.model.config)
+    fresh: Any = DynamicCache(config=talk.model.config)
     Forward(talk.model)(fresh, ids[:7] + ids[20:31] + ids[40:], 0)
 
     assert talk.positions == list(range(38))
