@@ -11,7 +11,9 @@
     ├── PendingToolCalls           the last batch still waits for results
     ├── CompactionCancelled        a `before_compaction` hook said no and the view does not fit
     ├── EngineError                a model that cannot be loaded, or a request it cannot take
-    │   └── ModelNotFound
+    │   ├── ModelNotFound
+    │   ├── CannotRotate           keys whose position cannot be changed in place
+    │   └── CannotSplice           an edit of a live cache that its layers do not allow; nothing was changed
     ├── CounterUnavailable         a tokenizer vocabulary that is not at hand
     ├── SummaryFailed              a summariser returned nothing usable; the original stays
     └── LogError                   the log could not do what was asked; nothing left the context
@@ -32,6 +34,8 @@ from collections.abc import Mapping
 
 __all__ = [
     "BudgetUnsatisfiable",
+    "CannotRotate",
+    "CannotSplice",
     "CompactionCancelled",
     "CompactionError",
     "CounterUnavailable",
@@ -133,6 +137,22 @@ class EngineError(CompactionError):
 
 class ModelNotFound(EngineError):
     """A model name that is neither a known name, a folder, nor reachable on a hub."""
+
+
+class CannotRotate(EngineError):
+    """Keys whose position is not a rotation that can be changed. `reason` says which layers, and why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"keys cannot be moved to other positions: {reason}; keep positions (gap) or prefill again")
+        self.reason = reason
+
+
+class CannotSplice(EngineError):
+    """An edit that this cache does not allow; nothing was changed. `reason` is one sentence for the log."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; keep it, or crop and prefill again")
+        self.reason = reason
 
 
 class CounterUnavailable(CompactionError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from compaction.errors import InvalidInput
-from compaction.kv.ledger import Ledger, Mode, SlotRows
+from compaction.kv.slot_map import Mode, SlotMap, SlotRows
 
 __all__ = ["Block", "Edit", "Piece", "plan_eviction", "plan_insertion"]
 
@@ -76,54 +76,54 @@ class Edit:
         kept = (piece for piece in self.pieces if piece.block is None)
         return sum(piece.length for piece in kept if piece.delta or piece.target != piece.start)
 
-    def rows(self, ledger: Ledger) -> SlotRows:
-        """The ledger's entries afterwards."""
+    def rows(self, slot_map: SlotMap) -> SlotRows:
+        """The slot map's entries afterwards."""
         made = SlotRows()
         for piece in self.pieces:
-            made.add(piece.block.rows if piece.block else ledger.cut(piece.start, piece.end, piece.delta))
+            made.add(piece.block.rows if piece.block else slot_map.cut(piece.start, piece.end, piece.delta))
         return made
 
 
-def plan_eviction(ledger: Ledger, ranges: Sequence[tuple[int, int]], mode: Mode) -> Edit:
+def plan_eviction(slot_map: SlotMap, ranges: Sequence[tuple[int, int]], mode: Mode) -> Edit:
     """Take out slot ranges. In compact mode what follows a range moves to where the range began."""
     pieces: list[Piece] = []
     at, target, delta = 0, 0, 0
     removed = tuple((start, end) for start, end in sorted(ranges) if start < end)
     for start, end in removed:
-        if not at <= start < end <= len(ledger):
-            raise InvalidInput(f"slots {start} to {end} are not a range of their own among the {len(ledger)} held")
+        if not at <= start < end <= len(slot_map):
+            raise InvalidInput(f"slots {start} to {end} are not a range of their own among the {len(slot_map)} held")
         pieces.append(Piece(at, start, target, delta))
         target += start - at
         if mode == "compact":
-            delta -= ledger.position_at(end) - ledger.position[start]
+            delta -= slot_map.position_at(end) - slot_map.position[start]
         at = end
-    pieces.append(Piece(at, len(ledger), target, delta))
-    total = target + len(ledger) - at
-    return Edit(tuple(p for p in pieces if p.length), total, ledger.next_position + delta, removed)
+    pieces.append(Piece(at, len(slot_map), target, delta))
+    total = target + len(slot_map) - at
+    return Edit(tuple(p for p in pieces if p.length), total, slot_map.next_position + delta, removed)
 
 
-def plan_insertion(ledger: Ledger, start: int, end: int, block: Block, mode: Mode) -> Edit:
+def plan_insertion(slot_map: SlotMap, start: int, end: int, block: Block, mode: Mode) -> Edit:
     """Put a block in the place of slots [start, end), which may be none; its positions are already final.
 
     In gap mode the tail moves only as far as the block needs; in compact mode it follows the block without a hole.
     """
-    if not 0 <= start <= end <= len(ledger):
-        raise InvalidInput(f"slots {start} to {end} are not among the {len(ledger)} held")
+    if not 0 <= start <= end <= len(slot_map):
+        raise InvalidInput(f"slots {start} to {end} are not among the {len(slot_map)} held")
     if not len(block.rows):
         raise InvalidInput("a block without tokens cannot be inserted: evict instead")
     first = block.rows.position[0]
-    if first < ledger.free_after(start):
+    if first < slot_map.free_after(start):
         raise InvalidInput(f"position {first} is taken: what stands before slot {start} has moved since")
     behind = first + block.extent
-    delta = behind - ledger.position_at(end)
+    delta = behind - slot_map.position_at(end)
     if mode == "gap":
-        delta = max(0, block.rows.position[-1] + 1 - ledger.position_at(end))
+        delta = max(0, block.rows.position[-1] + 1 - slot_map.position_at(end))
     size = len(block.rows)
     pieces = (
         Piece(0, start, 0),
         Piece(0, 0, start, 0, block),
-        Piece(end, len(ledger), start + size, delta),
+        Piece(end, len(slot_map), start + size, delta),
     )
-    total = len(ledger) - (end - start) + size
+    total = len(slot_map) - (end - start) + size
     removed = ((start, end),) if start < end else ()
-    return Edit(tuple(p for p in pieces if p.length), total, ledger.next_position + delta, removed)
+    return Edit(tuple(p for p in pieces if p.length), total, slot_map.next_position + delta, removed)

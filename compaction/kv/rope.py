@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from compaction.errors import EngineError
+from compaction.errors import CannotRotate
 
-__all__ = ["CannotRotate", "Kind", "LayerRope", "Layout", "RotaryPlan", "Rotation", "Turn", "carry", "rotate"]
+__all__ = ["Kind", "LayerRope", "Layout", "RotaryPlan", "Rotation", "Turn", "carry", "rotate"]
 
 Layout = Literal["half", "interleaved"]
 Kind = Literal["rotary", "unrotated", "fixed", "state", "empty"]
@@ -25,14 +25,6 @@ Kind = Literal["rotary", "unrotated", "fixed", "state", "empty"]
 # Most scratch for one step of a turn. On a CPU with 1 MiB of second-level cache steps that fit it were slower by a
 # quarter: calling torch costs more than the misses.
 _SCRATCH_BYTES = 3 << 20
-
-
-class CannotRotate(EngineError):
-    """Keys whose position is not a rotation that can be changed. `reason` says which layers, and why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"keys cannot be moved to other positions: {reason}; keep positions (gap) or prefill again")
-        self.reason = reason
 
 
 @dataclass(frozen=True, eq=False, slots=True)

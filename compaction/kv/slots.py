@@ -11,18 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from compaction.errors import EngineError
+from compaction.errors import CannotSplice
 from compaction.kv.arena import ArenaLayer
 
-__all__ = ["ArenaSlots", "CannotSplice", "DynamicSlots", "Slots", "slots_of"]
-
-
-class CannotSplice(EngineError):
-    """An edit that this cache does not allow; nothing was changed. `reason` is one sentence for the log."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}; keep it, or crop and prefill again")
-        self.reason = reason
+__all__ = ["ArenaSlots", "DynamicSlots", "Slots", "slots_of"]
 
 
 class Slots(Protocol):

@@ -1,6 +1,6 @@
 """Editing a live cache in place: evict, insert, park, restore, crop.
 
-Invariant: after each call ledger, layers and positions agree, and what was refused (`CannotSplice`, `CannotRotate`,
+Invariant: after each call slot map, layers and positions agree, and what was refused (`CannotSplice`, `CannotRotate`,
 InvalidInput) has changed nothing. The caller gives every forward pass the positions that `append` returns; a cache's
 own length is wrong as a position once something was evicted.
 
@@ -22,13 +22,13 @@ from typing import Any, Protocol
 
 import torch
 
-from compaction.errors import InvalidInput
+from compaction.errors import CannotRotate, CannotSplice, InvalidInput
 from compaction.kv.edits import Block, Edit, Piece, plan_eviction, plan_insertion
-from compaction.kv.ledger import Ledger, Mode, SlotRows
-from compaction.kv.rope import CannotRotate, RotaryPlan, Rotation, Turn, carry, rotate
-from compaction.kv.slots import CannotSplice, Slots, slots_of
+from compaction.kv.rope import RotaryPlan, Rotation, Turn, carry, rotate
+from compaction.kv.slot_map import Mode, SlotMap, SlotRows
+from compaction.kv.slots import Slots, slots_of
 
-__all__ = ["Block", "CannotRotate", "CannotSplice", "Encoder", "Spliced", "Splicer"]
+__all__ = ["Block", "Encoder", "Spliced", "Splicer"]
 
 
 class Encoder(Protocol):
@@ -60,22 +60,22 @@ class Splicer:
     Args:
         cache: a transformers cache of dynamic layers or arenas.
         plan: what `compaction.kv.probe.probe` found for its model.
-        ledger: what stands in the cache already; None: nothing.
+        slot_map: what stands in the cache already; None: nothing.
     """
 
-    def __init__(self, cache: Any, plan: RotaryPlan, ledger: Ledger | None = None) -> None:
+    def __init__(self, cache: Any, plan: RotaryPlan, slot_map: SlotMap | None = None) -> None:
         self.cache, self.plan = cache, plan
-        self.ledger = ledger if ledger is not None else Ledger()
+        self.slot_map = slot_map if slot_map is not None else SlotMap()
 
     def append(self, ids: Sequence[int]) -> list[int]:
-        """Note tokens about to be fed; returns their positions. Take back with `ledger.crop` where the pass fails."""
-        return self.ledger.append(ids)
+        """Note tokens about to be fed; returns their positions. Take back with `slot_map.crop` where the pass fails."""
+        return self.slot_map.append(ids)
 
     def evict(
         self, ranges: Sequence[tuple[int, int]], mode: Mode = "gap", *, park: bool = False, underfill: bool = False
     ) -> Spliced:
         """Take slot ranges out; with `park` their keys and values come back as blocks for `restore`."""
-        edit = plan_eviction(self.ledger, ranges, mode)
+        edit = plan_eviction(self.slot_map, ranges, mode)
         refusal = "" if self._only_prefix(edit) and not self._states() else self.plan.evict_refusal
         if refusal:
             raise CannotSplice(refusal)
@@ -87,7 +87,7 @@ class Splicer:
         """Put a block in the place of slots [start, end)."""
         if self.plan.evict_refusal:
             raise CannotSplice(self.plan.evict_refusal)
-        edit = plan_insertion(self.ledger, start, end, block, mode)
+        edit = plan_insertion(self.slot_map, start, end, block, mode)
         return self._apply(edit, self._checked(edit, underfill), mode, ())
 
     def restore(self, block: Block, mode: Mode = "gap", *, underfill: bool = False) -> Spliced:
@@ -97,7 +97,9 @@ class Splicer:
         Tokens fed in between never saw the block.
         """
         first = block.rows.position[0]
-        at = next((slot for slot, position in enumerate(self.ledger.position) if position >= first), len(self.ledger))
+        at = next(
+            (slot for slot, position in enumerate(self.slot_map.position) if position >= first), len(self.slot_map)
+        )
         return self.insert(block, at, at, mode, underfill=underfill)
 
     @torch.no_grad()
@@ -106,15 +108,15 @@ class Splicer:
 
         They stand at the first free positions behind slot `at - 1`, for `insert(block, at, end)`.
         """
-        if not ids or not 0 <= at <= len(self.ledger):
-            raise InvalidInput(f"cannot encode {len(ids)} tokens behind {at} of {len(self.ledger)} slots")
+        if not ids or not 0 <= at <= len(self.slot_map):
+            raise InvalidInput(f"cannot encode {len(ids)} tokens behind {at} of {len(self.slot_map)} slots")
         slots = slots_of(self.cache)
         self._require_window(slots, at)
         aside = encoder.new_cache()
         for layer, fresh in zip(slots, aside.layers, strict=True):
             if layer is not None and at:
-                _prefill(fresh, layer, at, len(self.ledger))
-        first = self.ledger.free_after(at)
+                _prefill(fresh, layer, at, len(self.slot_map))
+        first = self.slot_map.free_after(at)
         encoder(aside, ids, first)
         positions = list(range(first, first + len(ids)))
         rows = SlotRows(list(ids), positions, list(positions), [0] * len(ids))
@@ -122,15 +124,15 @@ class Splicer:
 
     def crop(self, length: int) -> None:
         """Take the newest slots back, as if they had never been fed."""
-        removed = len(self.ledger) - length
+        removed = len(self.slot_map) - length
         slots = slots_of(self.cache)
         for index, layer in enumerate(slots):
-            if layer is None or removed <= 0 or layer.held == len(self.ledger):
+            if layer is None or removed <= 0 or layer.held == len(self.slot_map):
                 continue
             # A layer that records its past (no window now) is in the middle of a reply: its owner crops the cache.
             if layer.window is None or layer.held - removed < min(length, layer.window):
                 raise CannotSplice(f"layer {index} no longer holds the window of the first {length} tokens")
-        self.ledger.crop(length)
+        self.slot_map.crop(length)
         for layer in slots:
             if layer is not None and removed:
                 layer.resize(max(0, layer.held - removed))
@@ -162,12 +164,12 @@ class Splicer:
 
     def _window_after(self, layer: Slots, edit: Edit, index: int) -> int:
         window = layer.window if layer.window is not None else edit.total
-        return sum(size for _, size in _trailing(edit, len(self.ledger) - layer.held, window, index))
+        return sum(size for _, size in _trailing(edit, len(self.slot_map) - layer.held, window, index))
 
     def _require_window(self, slots: list[Slots | None], at: int) -> None:
         for index, layer in enumerate(slots):
             if layer is not None and layer.window is not None:
-                oldest = len(self.ledger) - layer.held
+                oldest = len(self.slot_map) - layer.held
                 if oldest > max(0, at - layer.window):
                     raise CannotSplice(f"layer {index} no longer holds the window in front of slot {at}")
 
@@ -175,12 +177,12 @@ class Splicer:
         """A copy of slots [start, end) as they are."""
         tensors = []
         for layer in slots:
-            oldest = len(self.ledger) - layer.held if layer is not None else end
+            oldest = len(self.slot_map) - layer.held if layer is not None else end
             a, b = max(start, oldest) - oldest, end - oldest
             held = layer.tensors() if layer is not None and a < b else {}
             tensors.append({name: tensor[..., a:b, :].contiguous().clone() for name, tensor in held.items()})
-        extent = self.ledger.position_at(end) - self.ledger.position[start]
-        return Block(self.ledger.cut(start, end), tensors, extent)
+        extent = self.slot_map.position_at(end) - self.slot_map.position[start]
+        return Block(self.slot_map.cut(start, end), tensors, extent)
 
     @torch.no_grad()
     def _apply(self, edit: Edit, slots: list[Slots | None], mode: Mode, parked: tuple[Block, ...]) -> Spliced:
@@ -190,15 +192,15 @@ class Splicer:
             if layer is None:
                 continue
             rotations = {rotation.where: rotation for rotation in self.plan.layers[index].rotations}
-            if layer.window is None and layer.held == len(self.ledger):
+            if layer.window is None and layer.held == len(self.slot_map):
                 _edit_in_place(layer, edit, index, rotations, turns)
             else:
-                _rebuild(layer, edit, index, rotations, len(self.ledger))
+                _rebuild(layer, edit, index, rotations, len(self.slot_map))
             layer.set_total(edit.total)
             if layer.window is not None and layer.held < min(layer.window, edit.total):
                 underfilled.append(index)
-        rows = edit.rows(self.ledger)
-        self.ledger = Ledger(rows.ids, rows.original, rows.position, rows.shifts, edit.next_position)
+        rows = edit.rows(self.slot_map)
+        self.slot_map = SlotMap(rows.ids, rows.original, rows.position, rows.shifts, edit.next_position)
         inserted = sum(len(piece.block.rows) for piece in edit.pieces if piece.block)
         evicted = sum(end - start for start, end in edit.removed)
         return Spliced(mode, evicted, inserted, edit.moved, edit.rotates, tuple(underfilled), parked)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tests.benchmarks import bench_core, bench_decode, bench_store
+from tests.benchmarks import bench_core, bench_decode, bench_splice, bench_store
 
 TARGETS: dict[str, tuple[str, str, float]] = {
     # name: (figure, direction, target)
@@ -25,6 +25,10 @@ TARGETS: dict[str, tuple[str, str, float]] = {
     "store_commit_normal_vs_bare": ("more_us", "<=", 100),
     "store_bytes_per_json_byte": ("ratio", "<=", 1.6),
     "decode_8000_vs_dynamic_cache": ("ratio", "<=", 0.35),
+    "splice_compact_vs_copy": ("ratio", ">=", 0.4),
+    "splice_gap_vs_copy": ("ratio", ">=", 0.7),
+    "splice_compact_vs_prefill": ("ratio", ">=", 500),
+    "splice_summary_first_token_vs_exact": ("ratio", "<=", 0.12),
     "decode_500_vs_dynamic_cache": ("ratio", "<=", 0.9),
 }
 
@@ -39,8 +43,8 @@ def main() -> int:
         return 2
     figures: dict[str, Any] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("benchmarks", total=3)
-        for bench in (bench_store, bench_core, bench_decode):
+        task = progress.add_task("benchmarks", total=4)
+        for bench in (bench_store, bench_core, bench_decode, bench_splice):
             progress.update(task, description=bench.__name__.rpartition(".")[2])
             figures |= {
                 name: value if isinstance(value, dict) else {"ratio": value} for name, value in bench.run().items()

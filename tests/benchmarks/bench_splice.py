@@ -20,8 +20,8 @@ import torch
 
 from compaction.engines.live_cache import Forward
 from compaction.kv.cache import ArenaCache
-from compaction.kv.ledger import Ledger, Mode
 from compaction.kv.probe import probe
+from compaction.kv.slot_map import Mode, SlotMap
 from compaction.kv.splice import Splicer
 from tests.fixtures_models import shared_smollm2_engine
 
@@ -41,9 +41,9 @@ def filled(model: Any) -> Splicer:
     for layer in cache.layers:
         keys, values = (torch.randn(shape, generator=generator).to(model.dtype) for _ in range(2))
         layer.update(keys, values)
-    ledger = Ledger()
-    ledger.append([index % 1000 for index in range(TOKENS)])
-    return Splicer(cache, probe(model), ledger)
+    slot_map = SlotMap()
+    slot_map.append([index % 1000 for index in range(TOKENS)])
+    return Splicer(cache, probe(model), slot_map)
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -63,12 +63,12 @@ def copies(splicer: Splicer) -> None:
 def splice(model: Any, mode: Mode, *, rounds: int = 15, threads: int | None = None) -> dict[str, Any]:
     """One eviction against `copy_`; the speed of ours relative to it is `ratio`."""
     splicer = filled(model)
-    whole = splicer.ledger
+    whole = splicer.slot_map
 
     def again() -> None:
         for layer in splicer.cache.arenas:
             layer.extend(TOKENS - layer.held)
-        splicer.ledger = copy.deepcopy(whole)
+        splicer.slot_map = copy.deepcopy(whole)
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -124,7 +124,7 @@ def first_token(model: Any, *, rounds: int = 3) -> dict[str, Any]:
     times = []
     for _ in range(rounds):
         splicer = filled(model)
-        tail = splicer.ledger.ids[END:]
+        tail = splicer.slot_map.ids[END:]
         times.append(timed(ours))
     splicer = filled(model)
     exact, exact_cpu = timed(exactly)

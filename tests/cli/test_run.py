@@ -28,7 +28,8 @@ pytestmark = pytest.mark.model
 KEYS = [
     "conversations", "messages", "turns", "compactions", "discarded_spans", "discarded_tokens",
     "budget_tokens", "peak_tokens", "kv_bytes", "peak_kv_bytes", "prefilled_tokens", "reused_tokens",
-    "generated_tokens", "summary_tokens", "unsatisfiable", "skipped", "interrupted", "ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50",
+    "generated_tokens", "summary_tokens", "unsatisfiable", "skipped", "interrupted",
+    "ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50",
     "reuse_violations", "resumed_messages", "model", "policy", "log",
 ]  # fmt: skip
 

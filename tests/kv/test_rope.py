@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from compaction.errors import EngineError
+from compaction.errors import CannotRotate, EngineError
 from compaction.kv.probe import probe
-from compaction.kv.rope import CannotRotate, LayerRope, Layout, RotaryPlan, Rotation, Turn, carry, rotate
+from compaction.kv.rope import LayerRope, Layout, RotaryPlan, Rotation, Turn, carry, rotate
 from tests.fixtures_rope import ARCHITECTURES, architecture_model
 
 NAMES = tuple(ARCHITECTURES)

@@ -10,13 +10,12 @@ import torch
 from transformers import DynamicCache
 
 from compaction.engines.live_cache import Forward
-from compaction.errors import InvalidInput
+from compaction.errors import CannotRotate, CannotSplice, InvalidInput
 from compaction.kv.cache import ArenaCache
-from compaction.kv.ledger import Mode
 from compaction.kv.measure import logical_bytes, storage_bytes
 from compaction.kv.probe import probe
-from compaction.kv.rope import CannotRotate
-from compaction.kv.splice import Block, CannotSplice, Splicer
+from compaction.kv.slot_map import Mode
+from compaction.kv.splice import Block, Splicer
 from tests.fixtures_rope import architecture_model
 
 FULL = (
@@ -53,7 +52,7 @@ class Talk:
 
     @property
     def positions(self) -> list[int]:
-        return self.splicer.ledger.position
+        return self.splicer.slot_map.position
 
     def feed(self, ids: Sequence[int]) -> torch.Tensor:
         """Logits of the last token, `[vocabulary]`."""
@@ -195,12 +194,12 @@ def test_encoding_changes_nothing() -> None:
 def test_parked_slots_come_back_bit_equal(name: str, kind: str) -> None:
     """Gap mode: park two spans, restore them in the other order, and every bit and position is as before."""
     talk = Talk(name, kind, tokens=60)
-    before, ledger = talk.tensors(), talk.splicer.ledger
+    before, slot_map = talk.tensors(), talk.splicer.slot_map
     done = talk.splicer.evict([(7, 20), (31, 40)], park=True)
     for block in done.parked:
         talk.splicer.restore(block.to("cpu"))
 
-    assert talk.splicer.ledger == ledger
+    assert talk.splicer.slot_map == slot_map
     assert all(map(torch.equal, before, talk.tensors()))
 
 
@@ -211,7 +210,7 @@ def test_undo_in_compact_mode_turns_the_tail_back() -> None:
     done = talk.splicer.evict([(7, 20)], "compact", park=True)
     talk.splicer.restore(done.parked[0], "compact")
 
-    assert talk.positions == list(range(60)) and talk.splicer.ledger.shifts == [0] * 20 + [2] * 40
+    assert talk.positions == list(range(60)) and talk.splicer.slot_map.shifts == [0] * 20 + [2] * 40
     assert max(map(difference, before, talk.tensors())) < 1e-5
 
 

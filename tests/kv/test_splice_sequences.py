@@ -28,10 +28,10 @@ from compaction.engines.live_cache import Forward
 from compaction.errors import CompactionError
 from compaction.kv.arena import ArenaLayer
 from compaction.kv.cache import ArenaCache
-from compaction.kv.ledger import Mode
 from compaction.kv.measure import logical_bytes, storage_bytes
 from compaction.kv.probe import probe
 from compaction.kv.rope import rotate
+from compaction.kv.slot_map import Mode
 from compaction.kv.slots import slots_of
 from compaction.kv.splice import Block, Splicer
 from tests.fixtures_rope import architecture_model
@@ -180,13 +180,13 @@ class Sequences(RuleBasedStateMachine):
 
     @invariant()
     def rows_agree(self) -> None:
-        """The ledger has the tokens and positions of the list; positions rise and are below the next one."""
-        ledger = self.splicer.ledger
-        assert ledger.ids == [slot.id for slot in self.slots]
-        assert ledger.original == [slot.original for slot in self.slots]
-        assert ledger.position == [slot.position for slot in self.slots]
-        assert ledger.next_position == self.next
-        assert all(a < b for a, b in itertools.pairwise([*ledger.position, self.next]))
+        """The slot map has the tokens and positions of the list; positions rise and are below the next one."""
+        slot_map = self.splicer.slot_map
+        assert slot_map.ids == [slot.id for slot in self.slots]
+        assert slot_map.original == [slot.original for slot in self.slots]
+        assert slot_map.position == [slot.position for slot in self.slots]
+        assert slot_map.next_position == self.next
+        assert all(a < b for a, b in itertools.pairwise([*slot_map.position, self.next]))
 
     @invariant()
     def layers_agree(self) -> None:

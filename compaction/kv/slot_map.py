@@ -15,7 +15,7 @@ from typing import Literal
 
 from compaction.errors import InvalidInput
 
-__all__ = ["DRIFT_BUDGET", "MIN_CHUNK", "Ledger", "Mode", "ModeChoice", "SlotRows", "choose_mode", "chunk_to_evict"]
+__all__ = ["DRIFT_BUDGET", "MIN_CHUNK", "Mode", "ModeChoice", "SlotMap", "SlotRows", "choose_mode", "chunk_to_evict"]
 
 Mode = Literal["gap", "compact"]
 
@@ -55,7 +55,7 @@ class SlotRows:
 
 
 @dataclass(slots=True)
-class Ledger(SlotRows):
+class SlotMap(SlotRows):
     """The slots of one conversation."""
 
     next_position: int = 0
@@ -125,12 +125,12 @@ class ModeChoice:
     why: str
 
 
-def choose_mode(ledger: Ledger, *, coming: int, trained: int | None, refusal: str = "") -> ModeChoice:
+def choose_mode(slot_map: SlotMap, *, coming: int, trained: int | None, refusal: str = "") -> ModeChoice:
     """Gap positions, unless the coming tokens would then pass the trained length; `refusal` says keys cannot move.
 
     Raises InvalidInput where neither is possible: then only prefilling again is left.
     """
-    end = ledger.next_position + coming
+    end = slot_map.next_position + coming
     if trained is None or end <= trained:
         return ModeChoice("gap", "kept tokens stay at their positions: equals masked attention")
     if refusal:

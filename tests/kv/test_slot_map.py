@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compaction.errors import InvalidInput
-from compaction.kv.ledger import Ledger, choose_mode, chunk_to_evict
+from compaction.kv.slot_map import SlotMap, choose_mode, chunk_to_evict
 
 
-def ledger(tokens: int) -> Ledger:
-    """A ledger of so many tokens at their first positions."""
-    made = Ledger()
+def slot_map(tokens: int) -> SlotMap:
+    """A slot_map of so many tokens at their first positions."""
+    made = SlotMap()
     made.append(range(tokens))
     return made
 
 
 def test_appended_tokens_get_the_next_positions() -> None:
     """Positions continue where the last ones ended, whatever was evicted before."""
-    made = ledger(5)
+    made = slot_map(5)
     made.next_position = 40
 
     assert made.append([7, 8]) == [40, 41] and made.next_position == 42
@@ -27,7 +27,7 @@ def test_appended_tokens_get_the_next_positions() -> None:
 
 def test_a_crop_gives_positions_back() -> None:
     """The next token goes where the first cropped one stood."""
-    made = ledger(5)
+    made = slot_map(5)
     made.crop(2)
 
     assert (made.ids, made.next_position) == ([0, 1], 2)
@@ -37,7 +37,7 @@ def test_a_crop_beyond_the_end_is_refused() -> None:
     """More slots than there are, or fewer than none."""
     for length in (6, -1):
         with pytest.raises(InvalidInput):
-            ledger(5).crop(length)
+            slot_map(5).crop(length)
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 900), st.integers(0, 300))
@@ -63,7 +63,7 @@ def test_boundaries_must_ascend() -> None:
 
 def test_gap_is_chosen_until_positions_run_out() -> None:
     """Compact only where the coming tokens would pass what the model was trained for, and the reason is given."""
-    made = ledger(900)
+    made = slot_map(900)
 
     assert choose_mode(made, coming=100, trained=1000).mode == "gap"
     assert choose_mode(made, coming=10**6, trained=None).mode == "gap"
@@ -74,12 +74,12 @@ def test_gap_is_chosen_until_positions_run_out() -> None:
 def test_where_neither_mode_is_possible_prefilling_is_advised() -> None:
     """Positions run out on a model whose keys cannot be moved."""
     with pytest.raises(InvalidInput, match="prefill again"):
-        choose_mode(ledger(900), coming=200, trained=1000, refusal="layer 0: learned positions")
+        choose_mode(slot_map(900), coming=200, trained=1000, refusal="layer 0: learned positions")
 
 
 def test_drift_is_counted_and_says_where_to_begin_again() -> None:
     """The first slot that moved more often than the budget is where keys should be computed afresh."""
-    made = ledger(4)
+    made = slot_map(4)
     made.shifts = [0, 2, 5, 5]
 
     assert not made.needs_reanchor(5) and made.reanchor_from(5) is None
