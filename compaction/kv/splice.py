@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from compaction.errors import CannotRotate, CannotSplice, InvalidInput
+from compaction.errors import CannotSplice, InvalidInput
 from compaction.kv.edits import Block, Edit, Piece, plan_eviction, plan_insertion
 from compaction.kv.rope import RotaryPlan, Rotation, Turn, carry, rotate
 from compaction.kv.slot_map import Mode, SlotMap, SlotRows
