@@ -314,9 +314,10 @@ def _check(view: View, applied: Applied, target: Target, limits: Limits) -> tupl
 def _illegal(view: View, applied: Applied) -> str | None:
     live = {entry.id for entry in applied.entries}
     for unit in view.units:
-        there = sum(entry.id in live for entry in view.entries[unit.start : unit.end])
-        if there not in (0, unit.end - unit.start):
-            return f"the batch of {view.entries[unit.start].id!r} is cut in two"
+        if unit.end - unit.start > 1:
+            there = sum(entry.id in live for entry in view.entries[unit.start : unit.end])
+            if there not in (0, unit.end - unit.start):
+                return f"the batch of {view.entries[unit.start].id!r} is cut in two"
     if view.user_first and len(applied.entries) > view.leading and len(view.entries) > view.leading:
         first, was = applied.entries[view.leading], view.entries[view.leading]
         if was.role == "user" and first.role != "user" and first.id not in view.keep:
