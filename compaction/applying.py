@@ -140,7 +140,7 @@ class _Step:
         if not 0 <= action.start < action.end <= len(string):
             raise InvalidPlan(f"range {action.start}..{action.end} is outside {action.path!r} of {entry.id!r}")
         edits, pieces = _merge(entry.edits, action)
-        if not pieces:
+        if not pieces and edits == entry.edits:
             raise InvalidPlan(f"range {action.start}..{action.end} of entry {entry.id!r} is out already")
         new = replace(entry, edits=edits)
         new = replace(new, tokens=self.count(new))

@@ -44,6 +44,7 @@ async def in_thread(start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[bool, T | BaseException | None]] = asyncio.Queue()
     cancelled = threading.Event()
+    taken = threading.Semaphore(0)
 
     def put(done: bool, item: T | BaseException | None) -> None:
         loop.call_soon_threadsafe(queue.put_nowait, (done, item))
@@ -53,6 +54,7 @@ async def in_thread(start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
             items = start()
             for item in items:
                 put(False, item)
+                taken.acquire()  # a reply must not run ahead of its reader: leaving early has to cut it off
                 if cancelled.is_set():
                     break
             close = getattr(items, "close", None)
@@ -72,6 +74,8 @@ async def in_thread(start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
                     raise item
                 return
             yield item  # type: ignore[misc]
+            taken.release()
     finally:
         cancelled.set()
+        taken.release()
         await asyncio.to_thread(thread.join)

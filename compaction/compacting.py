@@ -28,11 +28,13 @@ Written = tuple[list[NewEvent], list[Text]]
 def compact_once(ledger: Ledger, limits: Limits, trigger: str) -> Decision | Held:
     """One decision, written and applied; where nothing is taken, why.
 
-    Raises BudgetUnsatisfiable, with nothing written, where no plan whatever can fit.
+    Raises BudgetUnsatisfiable where no plan whatever can fit, and PendingToolCalls where another writer has opened a
+    batch meanwhile; both with nothing written.
     """
     made: list[Decision | Held] = []
 
     def build() -> Written:
+        ledger.check_answered()
         planned, overtaken = ledger.state.seq, ledger.overtaken
         recorder = Recorder(ledger.settings.counter, ledger.tally.tools, _summarizer(ledger, limits))
         made.append(decide(ledger.state.view(), limits, ledger.settings.policy, recorder, trigger=trigger))

@@ -40,16 +40,18 @@ class CoreClamp:
 
     def plan(self, view: View, target: Target) -> Plan:
         """A plan that fits `target.must` whenever anything does."""
-        everything = view.droppable(view.leading, len(view.entries))
-        for ids in (view.droppable(view.leading, view.cut_to(target.want)), everything):
+        end = len(view.entries)
+        everything = [view.droppable(view.leading, end, opener=opener) for opener in (True, False)]
+        for ids in (view.droppable(view.leading, view.cut_to(target.want)), everything[0]):
             plan = Plan((Drop(ids, "oldest first"),)) if ids else Plan()
             if view.after(plan).tokens <= target.must:
                 return plan
-        drops = plan.actions
-        for gentle in (True, False):
-            plan = Plan((*drops, *_clamps(view, view.after(Plan(drops)).tokens, target.must, gentle=gentle)))
-            if view.after(plan).tokens <= target.must:
-                break
+        for ids in dict.fromkeys(everything):  # where the opener does not fit either, fitting wins
+            drops = (Drop(ids, "oldest first"),) if ids else ()
+            for gentle in (True, False):
+                plan = Plan((*drops, *_clamps(view, view.after(Plan(drops)).tokens, target.must, gentle=gentle)))
+                if view.after(plan).tokens <= target.must:
+                    return plan
         return plan
 
 
@@ -76,7 +78,8 @@ def clearable(view: View, entry: Entry) -> Entry | None:
     if not edits or edits == entry.edits:
         return None
     cleared = view.recount(replace(entry, edits=edits))
-    return cleared if cleared.tokens < entry.tokens else None
+    now = entry if view.additive else view.recount(entry)  # a share cannot be compared with a count
+    return cleared if cleared.tokens < now.tokens else None
 
 
 def _clamps(view: View, tokens: int, must: int, *, gentle: bool) -> list[Clamp]:
@@ -86,7 +89,7 @@ def _clamps(view: View, tokens: int, must: int, *, gentle: bool) -> list[Clamp]:
     goal = must - view.slack
     clamps: list[Clamp] = []
     for entry, cleared in found:
-        if tokens <= (goal if gentle else must):
+        if tokens <= (goal if gentle else must) and (gentle or view.additive):  # else what clearing saves is a guess
             break
         save = tokens - goal
         most = entry.tokens - cleared.tokens

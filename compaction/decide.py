@@ -67,6 +67,7 @@ class Decision:
     tokens_before: int
     entries_before: int
     reusable_tokens: int
+    kv_bytes_per_token: int | None
 
     @property
     def spans(self) -> tuple[Discard, ...]:
@@ -100,6 +101,9 @@ class Decision:
                 "entries": len(self.applied.entries),
                 "tokens": self.applied.tokens,
                 "reusable_tokens": self.reusable_tokens,
+                "reusable_kv_bytes": self.reusable_tokens * self.kv_bytes_per_token
+                if self.kv_bytes_per_token
+                else None,
                 "low_mark_missed": self.applied.tokens > self.target.want,
             },
         }
@@ -194,6 +198,7 @@ def decide(
                 tokens_before=view.tokens,
                 entries_before=len(view.entries),
                 reusable_tokens=view.head + sum(e.tokens for e in view.entries[view.leading : first]),
+                kv_bytes_per_token=view.kv_bytes_per_token,
             )
     if over:
         raise InvalidPlan(
@@ -232,11 +237,12 @@ def _check_floor(view: View, room: int) -> None:
 
 def _plan(planner: Policy, view: View, target: Target, rung: int, failures: list[Failure]) -> Plan | None:
     try:
-        return planner.plan(view, target)
+        plan = planner.plan(view, target)
+        if not isinstance(plan, Plan):
+            raise TypeError(f"a policy returns a Plan, not {type(plan).__name__}")
+        return plan
     except InvalidPlan as exc:
         failures.append(Failure(rung, "illegal", str(exc)))
-    except CompactionError:
-        raise
     except Exception as exc:  # noqa: BLE001  a third party's policy may raise anything; the decision says what
         failures.append(Failure(rung, "policy_error", f"{type(exc).__name__}: {exc}"))
     return None
@@ -255,7 +261,7 @@ def _try(
     texts: list[str] = []
     try:
         draft = view.after(plan)
-        problem = _check(view, draft, target, limits)
+        problem = _check(view, draft, target, limits, last=rung == 3)
         for action in plan.digests if problem is None else ():
             summary = answers.digest(action, view)
             if code := _unusable(summary):
@@ -267,9 +273,14 @@ def _try(
             texts.append(summary.text.strip())
         if problem is None and plan.digests:
             allowed, draft = dict(draft.changed), view.apply(plan, texts)
-            problem = _oversized(allowed, draft) or _check(view, draft, target, limits)
+            problem = _oversized(allowed, draft) or _check(view, draft, target, limits, last=rung == 3)
     except InvalidPlan as exc:
         failures.append(Failure(rung, "illegal", str(exc)))
+        return None
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as exc:  # an action with values of other types
+        if isinstance(exc, CompactionError):
+            raise
+        failures.append(Failure(rung, "illegal", f"{type(exc).__name__}: {exc}"))
         return None
     if problem is not None:
         failures.append(Failure(rung, *problem))
@@ -294,7 +305,7 @@ def _oversized(allowed: Mapping[str, int], applied: Applied) -> tuple[str, str] 
     return None
 
 
-def _check(view: View, applied: Applied, target: Target, limits: Limits) -> tuple[str, str] | None:
+def _check(view: View, applied: Applied, target: Target, limits: Limits, *, last: bool) -> tuple[str, str] | None:
     """The first thing wrong with the outcome, as (code, detail)."""
     if applied.tokens >= view.tokens:
         return "not_smaller", f"{view.tokens} tokens before, {applied.tokens} after"
@@ -303,7 +314,7 @@ def _check(view: View, applied: Applied, target: Target, limits: Limits) -> tupl
     free = limits.room - view.floor.total
     if view.tokens <= target.must and view.tokens - applied.tokens < MIN_GAIN * free:
         return "too_little", f"frees {view.tokens - applied.tokens} of {free} tokens"
-    if problem := _illegal(view, applied):
+    if problem := _illegal(view, applied, last=last):
         return "illegal", problem
     for pin in view.pins:
         if not _intact(pin, view, applied.entries):
@@ -311,7 +322,7 @@ def _check(view: View, applied: Applied, target: Target, limits: Limits) -> tupl
     return None
 
 
-def _illegal(view: View, applied: Applied) -> str | None:
+def _illegal(view: View, applied: Applied, *, last: bool) -> str | None:
     live = {entry.id for entry in applied.entries}
     for unit in view.units:
         if unit.end - unit.start > 1:
@@ -320,7 +331,7 @@ def _illegal(view: View, applied: Applied) -> str | None:
                 return f"the batch of {view.entries[unit.start].id!r} is cut in two"
     if view.user_first and len(applied.entries) > view.leading and len(view.entries) > view.leading:
         first, was = applied.entries[view.leading], view.entries[view.leading]
-        if was.role == "user" and first.role != "user" and first.id not in view.keep:
+        if was.role == "user" and first.role != "user" and not (last and first.id in view.keep):
             return f"the template wants a user message first, not {first.role!r}"
     return None
 

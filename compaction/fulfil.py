@@ -83,18 +83,16 @@ def fulfil(
     if space < _MIN_SUMMARY:
         return Summary(f"no room for a summary: {space} tokens are left for its source", "error")
     needed = -(-count(source) // space)
-    chunks = _chunks(source, min(needed, MAX_CHUNKS))
-    if needed > MAX_CHUNKS:
-        size = int(len(source) / needed * 0.9)
-        chunks = [chunk[: size // 2] + "\n[…]\n" + chunk[len(chunk) - size // 2 :] for chunk in chunks]
+    parts = max(1, min(needed, MAX_CHUNKS, action.max_tokens // _MIN_SUMMARY))
+    chunks = [_fitted(chunk, space, count) for chunk in _chunks(source, parts)]
     allowance = action.max_tokens // len(chunks)
-    if allowance < _MIN_SUMMARY:
-        chunks, allowance = chunks[: max(1, action.max_tokens // _MIN_SUMMARY)], _MIN_SUMMARY
     made: list[Summary] = []
     for chunk in chunks:
         made.append(_ask(summarizer, chunk, action, allowance, limit))
         if made[-1].finish_reason != "stop":
             return replace(made[-1], usage=_total(made))
+        if not made[-1].text.strip():
+            return Summary("", "stop", _total(made))
     return Summary("\n".join(part.text.strip() for part in made), "stop", _total(made))
 
 
@@ -109,6 +107,15 @@ def _chunks(source: str, parts: int) -> list[str]:
     parts = max(1, parts)
     size = -(-len(source) // parts) or 1
     return [source[at : at + size] for at in range(0, len(source), size)] or [""]
+
+
+def _fitted(chunk: str, space: int, count: Callable[[str], int]) -> str:
+    """The chunk, its middle cut out until it takes at most `space` tokens."""
+    text, size = chunk, len(chunk)
+    while (tokens := count(text)) > space:
+        size = min(size - 1, int(size * space / tokens * 0.9))
+        text = chunk[: size // 2] + "\n[…]\n" + chunk[len(chunk) - size // 2 :]
+    return text
 
 
 def _total(made: Sequence[Summary]) -> Usage | None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from compaction.errors import InvalidMessage
 from compaction.messages import Message
@@ -94,7 +94,7 @@ def editable(message: Message, path: str) -> bool:
     keys = path.split("/")
     if len(keys) != 4 or keys[1] != "content" or keys[3] != "text" or not isinstance(content, list):
         return False
-    part = content[int(keys[2])] if keys[2].isdigit() and int(keys[2]) < len(content) else {}
+    part: Any = next((part for index, part in enumerate(content) if str(index) == keys[2]), {})
     return isinstance(part.get("text"), str) and part.get("type") not in BOUND_PARTS
 
 

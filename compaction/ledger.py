@@ -15,8 +15,9 @@ from typing import Any
 from compaction.budget import Budget, Window
 from compaction.counting import Tally
 from compaction.decide import policy_id
-from compaction.errors import InvalidInput, LogConflict
+from compaction.errors import InvalidInput, LogConflict, PendingToolCalls
 from compaction.events import Event, Kind, NewEvent, Text, seal
+from compaction.grammar import LEADING
 from compaction.messages import Message, dumps
 from compaction.ports import Clock, Counter, Engine, Ids, Log, Policy, Rng, Summarizer
 from compaction.state import State, load
@@ -59,11 +60,17 @@ class Ledger:
         self.settings = settings
         self.lock = threading.RLock()
         self.overtaken = 0
+        self._foreign = False
         self.resumed = settings.log.seq(conversation) > 0
         self.state = load(settings.log, conversation) if self.resumed else State(conversation)
         self._use(self.state.tools_text if tools is None else _tools_json(tools))
         if not self.resumed or self._settings_changed():
             self.commit(self._opened)
+
+    def check_answered(self) -> None:
+        """Raises PendingToolCalls where the last batch waits for results."""
+        if self.state.batch and self.state.batch.pending:
+            raise PendingToolCalls(self.state.batch.pending)
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -86,18 +93,29 @@ class Ledger:
             return self._commit_once(build)
 
     def _commit_once(self, build: Build) -> tuple[Event, ...]:
+        if self._foreign and self._settings_changed():  # what another writer opened is not what this one sends
+            self._write(self._opened)
+        self._foreign = False
+        return self._write(build)
+
+    def _write(self, build: Build) -> tuple[Event, ...]:
         events, texts = build()
         written = self.settings.log.commit(self.id, self.state.seq, events, texts) if events else ()
         bodies = {text.digest: text.body for text in texts}
-        for event in written:
-            self.state.apply(event, lambda d: bodies[d] if d in bodies else self.settings.log.text(d))
+        try:
+            for event in written:
+                self.state.apply(event, lambda d: bodies[d] if d in bodies else self.settings.log.text(d))
+        except BaseException:  # Ctrl-C in the middle of a fold: half an event must not be folded again
+            self.state = load(self.settings.log, self.id)
+            raise
         return written
 
     def _catch_up(self) -> None:
         """Fold what others wrote meanwhile. Only that is read: a loser that reads all again loses the next race too."""
         self.overtaken += 1
         fresh = list(self.settings.log.events(self.id, self.state.seq))
-        if any(event.kind == "rewound" for event in fresh):
+        self._foreign = self._foreign or any(event.kind in ("opened", "rewound") for event in fresh)
+        if any(event.kind == "rewound" or "forked_from" in event.payload for event in fresh):
             self.state = load(self.settings.log, self.id)
             return
         for event in fresh:
@@ -134,7 +152,13 @@ class Ledger:
     def pin(self, kind: Kind, pins: Sequence[Pin]) -> None:
         """Write that these ranges are pinned or unpinned."""
         ranges = [{"message": p.message_id, "path": p.path, "start": p.start, "end": p.end} for p in pins]
-        self.commit(lambda: ([self.event(kind, payload) for payload in ranges], []))
+
+        def build() -> tuple[list[NewEvent], list[Text]]:
+            for pin in pins if kind == "pinned" else ():
+                self.state.check_pin(pin)  # again: another writer may have discarded it meanwhile
+            return [self.event(kind, payload) for payload in ranges], []
+
+        self.commit(build)
 
     def rewind(self, seq: int) -> None:
         """Write that the conversation goes back to event `seq`, and read it so.
@@ -142,6 +166,10 @@ class Ledger:
         Raises LogConflict where another writer was first: which messages it meant is then for the caller to say.
         """
         with self.lock:
+            there = load(self.settings.log, self.id, seq)
+            for pin in self.state.pins:
+                if pin.message_id in there.history:
+                    there.check_pin(pin)
             try:
                 self.settings.log.commit(self.id, self.state.seq, [self.event("rewound", {"to": seq})])
             finally:
@@ -175,14 +203,24 @@ class Ledger:
         with self.lock:
             if text != self._tools_text:
                 self._use(text)
-                self.commit(self._opened)
+                try:
+                    self.commit(self._opened)
+                except BaseException:
+                    self._use(self.state.tools_text)
+                    raise
 
     def use_counter(self, counter: Counter) -> None:
         """Count with another counter from now on: entries are counted again, and the change is logged."""
         with self.lock:
+            before = self.settings
             self.settings = replace(self.settings, counter=counter)
             self._use(self._tools_text)
-            self.commit(self._opened)
+            try:
+                self.commit(self._opened)
+            except BaseException:
+                self.settings = before
+                self._use(self._tools_text)
+                raise
 
     def _use(self, tools: str | None) -> None:
         self._tools_text = tools
@@ -226,7 +264,8 @@ class Ledger:
         elif rest:
             payload["recounted"] = [[entry.id, counter.message(message)] for entry, message in rest]
             payload["total"] += sum(tokens for _, tokens in payload["recounted"])
-        if shown and not counter.additive:
+        leads = len(shown) > state.leading and shown[state.leading]["role"] in LEADING
+        if shown and (leads or not counter.additive):
             payload["total"] = self.tally.request(shown)
         return [self.event("opened", payload)], texts
 

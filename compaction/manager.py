@@ -72,7 +72,7 @@ class SessionManager:
     ) -> None:
         if budget is None:
             raise InvalidBudget("a manager needs budget=Budget(tokens=…) or Budget(kv_bytes=…)")
-        if budget.kv_bytes is not None and engine is None:
+        if budget.kv_bytes is not None and not (engine and engine.kv_bytes_per_token):
             raise InvalidBudget(
                 "kv_bytes needs an engine that knows the bytes of a token: pass engine=…, or use tokens="
             )

@@ -14,11 +14,11 @@ from typing import Any
 from compaction.asynchronous import Turnstile, in_thread
 from compaction.budget import Limits
 from compaction.compacting import compact_once
-from compaction.decide import Decision
-from compaction.errors import CompactionCancelled, EngineError, InvalidInput, PendingToolCalls
+from compaction.decide import Decision, Held
+from compaction.errors import CompactionCancelled, EngineError, InvalidInput
 from compaction.events import NewEvent
 from compaction.ledger import Ledger, Settings
-from compaction.messages import dumps, validate
+from compaction.messages import dumps, resolve, validate
 from compaction.ports import Generated, Generation, Usage
 from compaction.prepared import Prepared, Reply, SessionUsage
 from compaction.responses import message_of, usage_of
@@ -85,10 +85,20 @@ class Session:
             check_known(self.state, message_id)
             text = self.state.history[message_id].text
             whole = start is None and end is None
-            pin = Pin(message_id, "", 0, len(text)) if whole else Pin(message_id, path, start or 0, end or len(text))
+            pin = Pin(message_id, "", 0, len(text))
+            if not whole:
+                end = len(self._text(message_id, path)) if end is None else end
+                pin = Pin(message_id, path, start or 0, end)
             self.state.check_pin(pin)
             if pin not in self.state.pins:
                 self._ledger.pin("pinned", [pin])
+
+    def _text(self, message_id: str, path: str) -> str:
+        try:
+            found = resolve(self.state.history[message_id].data, path)
+        except KeyError:
+            found = None
+        return found if isinstance(found, str) else ""
 
     def unpin(self, message_id: str) -> None:
         """Let go of all pins on a message."""
@@ -141,36 +151,36 @@ class Session:
         nothing changed.
         """
         with self._ledger.lock:
-            self._check_answered()
+            self._ledger.check_answered()
             limits = self.limits(max_new_tokens)
             due = trigger != "auto" or self.state.above_high(limits)
-            decision = self._compact(limits, trigger) if due else None
-            self._check_answered()  # again: another writer may have appended while we decided
-            return Prepared.of(self.state, self._ledger.tally.tools, decision)
-
-    def _check_answered(self) -> None:
-        if self.state.batch and self.state.batch.pending:
-            raise PendingToolCalls(self.state.batch.pending)
+            outcome = self._compact(limits, trigger) if due else None
+            decision = outcome if isinstance(outcome, Decision) else None
+            prepared = Prepared.of(self.state, self._ledger.tally.tools, decision)
+        self._tell(outcome)
+        return prepared
 
     def compact_now(self, *, max_new_tokens: int = 0) -> Decision | None:
         """Compact down to the low mark whatever the high mark says; None where the policy finds nothing to do."""
         return self.prepare(max_new_tokens=max_new_tokens, trigger="manual").decision
 
-    def _compact(self, limits: Limits, trigger: str) -> Decision | None:
+    def _compact(self, limits: Limits, trigger: str) -> Decision | Held | None:
         if any(hook(self, trigger) is False for hook in self._hooks["before_compaction"]):
             if self.state.tokens > limits.room:
                 raise CompactionCancelled(
                     f"a before_compaction hook cancelled, but {self.state.tokens:,} tokens do not fit {limits.room:,}"
                 )
             return None
-        outcome = compact_once(self._ledger, limits, trigger)
+        return compact_once(self._ledger, limits, trigger)
+
+    def _tell(self, outcome: Decision | Held | None) -> None:
+        """Call the hooks, once the request is made: what they append belongs to the next one."""
         if isinstance(outcome, Decision):
             for hook in self._hooks["after_compaction"]:
                 hook(self, outcome)
-            return outcome
-        for hook in self._hooks["compaction_failed"] if outcome.failures else ():
-            hook(self, outcome.failures)
-        return None
+        elif outcome is not None and outcome.failures:
+            for hook in self._hooks["compaction_failed"]:
+                hook(self, outcome.failures)
 
     # -- generation ---------------------------------------------------------------------------------------------
 
@@ -239,6 +249,9 @@ class Session:
             generation.close()
             self.interrupt("".join(pieces))
             raise
+        if generation.result is not None and generation.result.finish_reason == "cancelled":
+            self.interrupt("".join(pieces))
+            raise EngineError(f"the reply in {self.id!r} was cancelled: what came so far is kept as interrupted")
 
     def _used(self, usage: Usage, prepared: Prepared) -> tuple[Usage, list[NewEvent]]:
         """The usage with why tokens were prefilled again, where the session knows better, and its events."""
@@ -270,7 +283,7 @@ class Session:
     def _recalibrate(self, reported: int) -> None:
         counter: Any = self._ledger.settings.counter
         off = abs(reported - self.state.tokens)
-        if not counter.exact and hasattr(counter, "calibrated") and off > CALIBRATE_ABOVE * reported:
+        if reported > 0 and not counter.exact and hasattr(counter, "calibrated") and off > CALIBRATE_ABOVE * reported:
             self._ledger.use_counter(counter.calibrated(reported, self.state.tokens))
 
     # -- async twins ------------------------------------------------------------------------------------------------
@@ -281,7 +294,14 @@ class Session:
 
     async def agenerate(self, *, max_new_tokens: int = 128) -> Reply:
         """`generate` in a worker thread."""
-        return await asyncio.to_thread(self.generate, max_new_tokens=max_new_tokens)
+        made: list[Reply] = []
+
+        def run() -> Iterator[str]:
+            made.append((yield from self.stream(max_new_tokens=max_new_tokens)))
+
+        async for _ in in_thread(run):
+            pass
+        return made[0]
 
     async def astream(self, *, max_new_tokens: int = 128) -> AsyncIterator[str]:
         """`stream` in one worker thread; closing the iterator cancels the reply there."""

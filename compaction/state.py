@@ -67,7 +67,8 @@ class State:
                 self._append(Message(payload["message"], text), payload)
                 self.appended_at[payload["message"]] = event.seq
             case "pinned":
-                self.pins.append(_pin(payload))
+                if payload["message"] in self.live:  # else written in a race, by a version that did not look again
+                    self.pins.append(_pin(payload))
             case "unpinned":
                 self.pins = [pin for pin in self.pins if pin != _pin(payload)]
             case "decision_committed":
@@ -79,6 +80,8 @@ class State:
         self.seq = event.seq
 
     def _open(self, payload: Mapping[str, Any], text_of: TextOf) -> None:
+        if any(payload[key] != self.opened.get(key) for key in ("policy", "budget")):
+            self.held_at = None  # what held one policy back says nothing of another
         self.opened = payload
         self.tools_text = text_of(bytes.fromhex(payload["tools"])) if payload["tools"] else None
         self.head = _head(payload)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from compaction.applying import Applied, Discard, apply_plan
 from compaction.entries import Entry, Failure, Floor, Pin, Unit
 from compaction.errors import InvalidPlan
-from compaction.grammar import CutRule, UserFirst, WholeUnits, legal_cuts
+from compaction.grammar import LEADING, CutRule, UserFirst, WholeUnits, legal_cuts
 from compaction.messages import Message
 from compaction.plan import Clamp, Digest, Drop, Edit, Plan, Replace, summary_text
 
@@ -116,15 +116,21 @@ class View:
         at = bisect_left(freed, self.tokens - tokens)
         return cuts[min(at, len(cuts) - 1)]
 
-    def droppable(self, start: int, end: int) -> tuple[str, ...]:
-        """Ids of entries [start, end) that may go."""
-        ids: list[str] = []
-        for unit in self.units:
-            if unit.start >= end:
-                break
-            if unit.start >= start and unit.end <= end and not unit.kept:
-                ids += [entry.id for entry in self.entries[unit.start : unit.end]]
-        return tuple(ids)
+    def droppable(self, start: int, end: int, *, opener: bool = True) -> tuple[str, ...]:
+        """Ids of entries [start, end) that may go; with `opener`, less the user entry that has to come first then."""
+        gone = [u for u in self.units if start <= u.start and u.end <= end and not u.kept]
+        held = self._opener(gone) if opener else None
+        return tuple(e.id for unit in gone if unit is not held for e in self.entries[unit.start : unit.end])
+
+    def _opener(self, gone: Sequence[Unit]) -> Unit | None:
+        """The user unit of `gone` that has to stay, where the template wants a user before what stays."""
+        if not gone or not self.user_first or self.entries[self.leading].role != "user":
+            return None
+        starts = {unit.start for unit in gone}
+        first = next((unit for unit in self.units if unit.start not in starts), None)
+        if first is None or self.entries[first.start].role == "user":
+            return None
+        return [u for u in gone if u.start < first.start and self.entries[u.start].role == "user"][-1]
 
     def count(self, text: str) -> int:
         """Tokens of bare text: an estimate of what it adds to a message."""
@@ -141,16 +147,20 @@ class View:
         """As `after`, with the summaries' texts, in the order of the plan's digests."""
         applied = apply_plan(self.entries, self.messages, plan, summaries, self._count)
         self._check_allowed(plan)
-        if self.additive:
+        if self.additive and not (self._leads(self.entries) or self._leads(applied.entries)):
             old = {entry.id: entry.tokens for entry in self.entries}
             tokens = self.tokens + sum(entry.tokens for entry in applied.entries) - sum(old.values())
-        elif any(summary is None for summary in summaries):
+        elif any(e.text == "" for e in applied.entries):  # summaries not written yet, of this plan or of earlier stages
             rendered = [e.render(self.messages) for e in applied.entries if e.text != ""]
-            held = [dict(applied.changed)[e.id] for e in applied.entries if e.text == ""]
+            held = [e.tokens for e in applied.entries if e.text == ""]
             tokens = self._asked.request(rendered) + sum(held)
         else:
             tokens = self._asked.request([entry.render(self.messages) for entry in applied.entries])
         return replace(applied, tokens=tokens)
+
+    def _leads(self, entries: Sequence[Entry]) -> bool:
+        """Whether a later system message stands first: rendered as a leading one, its count does not add up."""
+        return len(entries) > self.leading and entries[self.leading].role in LEADING
 
     def advance(self, plan: Plan) -> View:
         """The view as it would be after a plan; summaries not written yet are entries with the text ""."""
@@ -203,7 +213,7 @@ class View:
         return self._counted[key]
 
     def _check_allowed(self, plan: Plan) -> None:
-        gone = {i for action in plan.actions if isinstance(action, Drop | Digest) for i in action.entries}
+        gone = [i for action in plan.actions if isinstance(action, Drop | Digest) for i in action.entries]
         if kept := next((i for i in gone if i in self.keep), None):
             raise InvalidPlan(f"entry {kept!r} must stay (leading, pinned, last user message or newest batch)")
         for action in plan.actions:

@@ -58,6 +58,7 @@ def span_of(row: Any) -> Span:
 
 def _notes(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
+        value = {key: item for key, item in value.items() if key != "params"}  # a policy's own, whatever they look like
         if len(value) == 1 and _is_digest(value.get("t")):
             yield value["t"]
             return

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from compaction.errors import InvalidInput
+from compaction.errors import BudgetUnsatisfiable, InvalidInput
 from compaction.middleware.matching import reconcile
 from compaction.middleware.overflow import too_long
 from compaction.middleware.streaming import AsyncStream, Stream, stream_kind
@@ -58,14 +58,15 @@ class Turn:
         self._prepared: Prepared | None = None
         self._session: Session | None = None
         self._retried = False
+        self._running = False
 
     @property
     def session(self) -> Session:
         """The session of the call's conversation."""
         if self._session is None:
             tools = self._kw.get("tools")
-            known = list(tools) if isinstance(tools, (list, tuple)) else None
-            self._session = self._wrapper.manager.session(self._place.name, tools=known)
+            sent = list(tools) if isinstance(tools, (list, tuple)) else []
+            self._session = self._wrapper.manager.session(self._place.name, tools=sent)
         return self._session
 
     def request(self, messages: Sequence[object]) -> Messages:
@@ -74,6 +75,7 @@ class Turn:
         limit = _reply_limit(self._kw)
         self._prepared = self.session.prepare(max_new_tokens=limit)
         self.session.started(self._prepared, limit)
+        self._running = True
         return self._prepared.messages
 
     def again(self, error: Exception) -> Messages:
@@ -82,7 +84,10 @@ class Turn:
             raise error
         self._retried = True
         limit = _reply_limit(self._kw)
-        smaller = self.session.prepare(max_new_tokens=limit, trigger="overflow")
+        try:
+            smaller = self.session.prepare(max_new_tokens=limit, trigger="overflow")
+        except BudgetUnsatisfiable as exc:  # nothing smaller can be sent: the provider's own words say more
+            raise error from exc
         if smaller.tokens >= self._prepared.tokens:  # a hook said no
             raise error
         self.session.started(smaller, limit)
@@ -91,9 +96,11 @@ class Turn:
     def record(self, reply: object) -> None:
         """Append the reply."""
         self.session.record({"role": "assistant", "content": reply} if isinstance(reply, str) else reply)
+        self._running = False
 
     def interrupt(self, text: str) -> None:
         """Keep a reply that was cut off, as an event only."""
+        self._running = False
         self.session.interrupt(text)
 
     def touch(self) -> None:
@@ -101,8 +108,12 @@ class Turn:
         self._place.touch()
 
     def leave(self) -> None:
-        """Let the next call on this conversation begin."""
-        self._wrapper.turns.leave(self._place)
+        """Let the next call on this conversation begin; a call that ended without a reply leaves `interrupted`."""
+        try:
+            if self._running:
+                self.interrupt("")
+        finally:
+            self._wrapper.turns.leave(self._place)
 
     def lend(self, stream: Stream | AsyncStream) -> None:
         """Keep the place until the stream ends."""

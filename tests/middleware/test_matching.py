@@ -36,7 +36,10 @@ def test_the_same_list_again_appends_nothing() -> None:
     before = kinds(manager)
     ask([user("one")])
 
-    assert (before, kinds(manager)) == (["opened", "appended"], ["opened", "appended", "appended"])
+    assert (before, kinds(manager)) == (
+        ["opened", "appended", "interrupted"],
+        ["opened", "appended", "interrupted", "appended"],
+    )
 
 
 def test_a_retry_without_the_last_reply_takes_it_back() -> None:
