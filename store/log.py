@@ -165,7 +165,11 @@ class AuditLog(_SqliteLog):
             store = open_file(self.path, synchronous=durability.upper(), timeout=timeout)
         try:
             heads = HeadFile(str(Path(head_file).absolute())) if head_file is not None else None
-            super().__init__(store, heads)
+        except BaseException:
+            store.close()
+            raise
+        super().__init__(store, heads)
+        try:
             self._compare_heads()
         except BaseException:
             self.close()

@@ -54,6 +54,13 @@ def test_events_written_without_it_are_counted(paths: tuple[Path, Path]) -> None
         assert (log.verify().ok, log.verify().unanchored) == (True, 1)
 
 
+@pytest.mark.parametrize("head_file", ["none/head", "."])
+def test_an_unusable_head_file_is_named(head_file: str, paths: tuple[Path, Path]) -> None:
+    """A head file whose folder is missing, or that is a folder, is refused by name."""
+    with pytest.raises(LogError, match="head file cannot be opened"):
+        AuditLog(paths[0], head_file=paths[0].parent / head_file)
+
+
 def test_a_log_that_was_cut_is_refused(paths: tuple[Path, Path]) -> None:
     """A log shorter than its head file remembers is not opened: the next commit would overwrite the proof."""
     write(paths, 2)
