@@ -74,6 +74,8 @@ class Budget:
             raise InvalidBudget(f"reserve must be an integer number of tokens, not {self.reserve!r}")
         if self.reserve is not None and self.reserve < 0:
             raise InvalidBudget(f"reserve is {self.reserve}: it cannot be negative")
+        if self.tokens is not None and (self.reserve or 0) >= self.tokens:
+            raise InvalidBudget(f"a reserve of {self.reserve} leaves nothing of {self.tokens} tokens for a prompt")
         if not 0.0 <= self.low < self.high <= 1.0:
             raise InvalidBudget(f"water marks need 0 <= low < high <= 1, got low={self.low}, high={self.high}")
 

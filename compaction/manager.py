@@ -16,7 +16,7 @@ from typing import Any
 
 from compaction.budget import Budget, Window
 from compaction.decide import Decision
-from compaction.errors import InvalidBudget, InvalidInput
+from compaction.errors import InvalidBudget, InvalidInput, InvalidPolicy
 from compaction.fulfil import CallableSummarizer, EngineSummarizer
 from compaction.ledger import Settings
 from compaction.middleware import Wrapper
@@ -76,7 +76,8 @@ class SessionManager:
             raise InvalidBudget(
                 "kv_bytes needs an engine that knows the bytes of a token: pass engine=…, or use tokens="
             )
-        policy = policy or default_policy()
+        policy = policy if policy is not None else default_policy()
+        _check_parts(policy, budget, log, counter)
         stated = Window(window, "user") if window else None
         self.settings = Settings(
             log=log if log is not None else MemoryLog(),
@@ -88,7 +89,7 @@ class SessionManager:
             rng=rng,
             engine=engine,
             window=stated or (engine.window if engine else None),
-            summarizer=summarizer or _summarizer(policy, engine),
+            summarizer=_summarizer(policy, engine, summarizer),
         )
         self._sessions: dict[str, Session] = {}
         self._lock = threading.RLock()
@@ -131,9 +132,27 @@ class SessionManager:
         return Wrapper(self, conversation, **options)
 
 
-def _summarizer(policy: Policy, engine: Engine | None) -> Summarizer | None:
-    function = getattr(policy, "summarizer_fn", None)
+def _check_parts(policy: Policy, budget: Budget, log: Log | None, counter: Counter | None) -> None:
+    """Raises where a part is of the wrong kind: here, and not deep inside a later call."""
+    if not isinstance(budget, Budget):
+        raise InvalidBudget(f"budget is a Budget, for example Budget(tokens=4096), not {budget!r}")
+    if isinstance(policy, type) or not callable(getattr(policy, "plan", None)):
+        raise InvalidPolicy(f"policy is an object with plan(view, target), for example Truncate(), not {policy!r}")
+    if log is not None and not isinstance(log, Log):
+        raise InvalidInput(f"log is a log, for example AuditLog('audit.db'), not {log!r}")
+    if counter is not None and not callable(getattr(counter, "request", None)):
+        raise InvalidInput(f"counter is a counter, for example TiktokenCounter(), not {counter!r}")
+
+
+def _summarizer(policy: Policy, engine: Engine | None, given: Summarizer | None) -> Summarizer | None:
+    """Who writes summaries: who was given, else the policy's own callable, else the engine.
+
+    Raises InvalidPolicy where the policy summarises and there is nobody to do it.
+    """
+    function: Any = given or getattr(policy, "summarizer_fn", None)
     if function is None:
+        if "summarizer" in getattr(policy, "needs", ()) and engine is None:
+            raise InvalidPolicy(f"policy {policy.name!r} summarises: pass engine=, or summarizer= a named callable")
         return EngineSummarizer(engine) if engine is not None else None
     if hasattr(function, "name"):
         summarizer: Summarizer = function

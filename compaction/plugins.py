@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from inspect import Parameter
 from typing import Any
 
 from compaction.errors import InvalidPolicy
@@ -51,13 +52,14 @@ def make_policy(name: str, params: Mapping[str, Any] | None = None) -> Policy:
 def parse_policy(text: str) -> Policy:
     """A policy from a command line: "truncate", "sliding_window:sinks=2,keep_last=4", or a JSON object after the colon.
 
-    A list is written with plus signs ("clear_tool_results:exclude=grep+read_file"); a comma inside a value needs JSON.
+    A list is written with plus signs ("clear_tool_results:exclude=grep+read_file", "pipeline:stages=truncate+noop"); a
+    comma inside a value needs JSON.
     Raises InvalidPolicy with what is wrong and what would be right.
     """
     name, _, rest = text.strip().partition(":")
     rest = rest.strip()
     if rest.startswith("{"):
-        return make_policy(name, _from_json(name, rest))
+        return make_policy(name, _policies_named(name, _from_json(name, rest)))
     given: dict[str, Any] = {}
     for item in rest.split(",") if rest else ():
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -66,7 +68,7 @@ def parse_policy(text: str) -> Policy:
         if key in given:
             raise InvalidPolicy(f"{name}: parameter {key!r} is given twice")
         given[key] = value
-    return make_policy(name, _lists_split(name, given))
+    return make_policy(name, _policies_named(name, _lists_split(name, given)))
 
 
 def _from_json(name: str, text: str) -> dict[str, Any]:
@@ -77,14 +79,29 @@ def _from_json(name: str, text: str) -> dict[str, Any]:
     return dict(params)
 
 
-def _lists_split(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Values for parameters whose default is a tuple, as lists."""
-    if not given:
-        return given
+def _takes(name: str) -> dict[str, Parameter]:
     factory = BUILTIN.get(name) or policies().get(name)
-    takes = parameters(factory) if factory is not None else {}
-    lists = {key for key, parameter in takes.items() if isinstance(parameter.default, tuple)}
-    return {key: [v for v in value.split("+") if v] if key in lists else value for key, value in given.items()}
+    return parameters(factory) if factory is not None else {}
+
+
+def _lists_split(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Values for parameters that hold several, as lists: `a+b`."""
+    takes = _takes(name) if given else {}
+    several = {key for key, p in takes.items() if isinstance(p.default, tuple) or "Sequence" in str(p.annotation)}
+    return {key: [v for v in value.split("+") if v] if key in several else value for key, value in given.items()}
+
+
+def _policies_named(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Bare names where policies are wanted become descriptions: `stages=truncate+noop`, `first=summarize`."""
+    takes = _takes(name) if given else {}
+
+    def described(value: Any) -> Any:
+        if isinstance(value, list):
+            return [described(item) for item in value]
+        return {"name": value} if isinstance(value, str) else value
+
+    wanted = {key for key, parameter in takes.items() if "Policy" in str(parameter.annotation)}
+    return {key: described(value) if key in wanted else value for key, value in given.items()}
 
 
 def _holds_policies(params: Mapping[str, Any] | None) -> bool:

@@ -73,6 +73,9 @@ class Session:
 
     def extend(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
         """Add messages in one transaction: all of them or none. Returns their ids."""
+        given: object = messages
+        if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+            raise InvalidInput(f"messages are a list, not {type(given).__name__}")
         texts = [validate(m, index=None if len(messages) == 1 else i) for i, m in enumerate(messages)]
         return self._ledger.append(texts) if texts else []
 
@@ -112,7 +115,7 @@ class Session:
         Raises InvalidInput where there is no such event, and LogConflict where another writer was first.
         """
         with self._ledger.lock:
-            if not 1 <= seq <= self.state.seq:
+            if not isinstance(seq, int) or not 1 <= seq <= self.state.seq:
                 raise InvalidInput(f"cannot rewind {self.id!r} to event {seq}: it has events 1 to {self.state.seq}")
             self._ledger.rewind(seq)
 
@@ -134,10 +137,14 @@ class Session:
         """
         if event not in self._hooks:
             raise InvalidInput(f"unknown hook {event!r}: use one of {', '.join(HOOKS)}")
+        if not callable(function):
+            raise InvalidInput(f"a hook is a function, not {function!r}")
         self._hooks[event].append(function)
 
     def limits(self, max_new_tokens: int = 0) -> Limits:
         """The figures one request has to keep."""
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise InvalidInput(f"max_new_tokens must be a whole number of tokens, not {max_new_tokens!r}")
         settings = self._ledger.settings
         per_token = settings.engine.kv_bytes_per_token if settings.engine else None
         return settings.budget.limits(

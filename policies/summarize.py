@@ -57,7 +57,7 @@ class Summarize:
 
     name = "summarize"
     version = 1
-    needs = frozenset[str]()
+    needs = frozenset({"summarizer"})
 
     def __post_init__(self) -> None:
         need_integer(self.name, "max_tokens", self.max_tokens, 1)

@@ -363,3 +363,38 @@ def test_async_twins_do_the_same() -> None:
     prepared = asyncio.run(session.aprepare())
 
     assert prepared.decision is not None and prepared.tokens == session.state.tokens
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"policy": "truncate"}, "policy is an object"),
+        ({"policy": Truncate}, "policy is an object"),
+        ({"log": "audit.db"}, "log is a log"),
+        ({"counter": len}, "counter is a counter"),
+        ({"budget": 100}, "budget is a Budget"),
+        ({"policy": Summarize()}, "'summarize' summarises: pass engine="),
+    ],
+)
+def test_a_wrong_part_is_named_at_once(wrong: Any, said: str) -> None:
+    """Where the manager is made, not deep inside a later call."""
+    with pytest.raises(InvalidInput, match=said):
+        SessionManager(**{"budget": Budget(tokens=100), **wrong})
+
+
+def test_wrong_arguments_are_named() -> None:
+    """What is no list, number or function is refused, with nothing changed."""
+    log = MemoryLog()
+    session = manager(log).session("c")
+    wrong: list[tuple[Any, str]] = [
+        (lambda: session.extend(None), "messages are a list"),  # type: ignore[arg-type]
+        (lambda: session.rewind("a"), "cannot rewind"),  # type: ignore[arg-type]
+        (lambda: session.on("after_compaction", 3), "a hook is a function"),  # type: ignore[arg-type]
+        (lambda: session.prepare(max_new_tokens=-1), "whole number of tokens"),
+        (lambda: manager().wrap("c")([user("hi")]), "makes a decorator"),  # type: ignore[arg-type]
+    ]
+
+    for call_it, said in wrong:
+        with pytest.raises(InvalidInput, match=said):
+            call_it()
+    assert kinds(session, log) == ["opened"]

@@ -145,6 +145,8 @@ class Wrapper:
 
     def __call__(self, function: Callable[..., Any]) -> Any:
         """`function` behind sessions: same name, same signature, same result; `.session(name)` is the session."""
+        if not callable(function):
+            raise InvalidInput("wrap(conversation=…) makes a decorator: put it on the function that calls the model")
         if _is(inspect.isasyncgenfunction, function):
             wrapped: Any = self._async_generator(function)
         elif _is(inspect.iscoroutinefunction, function):

@@ -10,6 +10,7 @@ import pytest
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
 from compaction.plan import Action, Clamp, Digest, Drop, Plan, Replace
+from compaction.plugins import parse_policy
 from compaction.policies import (
     ClearToolResults,
     Fallback,
@@ -20,6 +21,7 @@ from compaction.policies import (
     Truncate,
     default_policy,
 )
+from compaction.ports import Policy
 from compaction.testing import ScriptedSummarizer
 from compaction.view import Pin, View
 from tests.builders import assistant, user
@@ -167,3 +169,19 @@ def test_a_pipeline_of_no_policies_is_refused(stages: Any) -> None:
     """It would do nothing, or fail later."""
     with pytest.raises(InvalidPolicy, match="pipeline"):
         Pipeline(stages)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("pipeline:stages=truncate+noop", Pipeline([Truncate(), NoOp()])),
+        ("fallback:first=noop,second=truncate", Fallback(NoOp(), Truncate())),
+        (
+            'pipeline:{"stages": ["noop", {"name": "truncate", "params": {"keep_last": 2}}]}',
+            Pipeline([NoOp(), Truncate(2)]),
+        ),
+    ],
+)
+def test_policies_of_policies_can_be_written_on_a_command_line(text: str, policy: Policy) -> None:
+    """A bare name stands for the policy with its defaults."""
+    assert parse_policy(text).params == policy.params
