@@ -72,12 +72,12 @@ class SessionManager:
     ) -> None:
         if budget is None:
             raise InvalidBudget("a manager needs budget=Budget(tokens=…) or Budget(kv_bytes=…)")
+        policy = policy if policy is not None else default_policy()
+        _check_parts(policy, budget, log, counter)
         if budget.kv_bytes is not None and not (engine and engine.kv_bytes_per_token):
             raise InvalidBudget(
                 "kv_bytes needs an engine that knows the bytes of a token: pass engine=…, or use tokens="
             )
-        policy = policy if policy is not None else default_policy()
-        _check_parts(policy, budget, log, counter)
         stated = Window(window, "user") if window else None
         self.settings = Settings(
             log=log if log is not None else MemoryLog(),
