@@ -153,6 +153,9 @@ def _summarizer(policy: Policy, engine: Engine | None, given: Summarizer | None)
     if function is None:
         if "summarizer" in getattr(policy, "needs", ()) and engine is None:
             raise InvalidPolicy(f"policy {policy.name!r} summarises: pass engine=, or summarizer= a named callable")
+        named = getattr(policy, "summarizer", "engine")
+        if named != "engine":
+            raise InvalidPolicy(f"policy {policy.name!r} names the summarizer {named!r}: pass it as summarizer=")
         return EngineSummarizer(engine) if engine is not None else None
     if hasattr(function, "name"):
         summarizer: Summarizer = function

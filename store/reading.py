@@ -93,9 +93,14 @@ def usage(store: Store, conversation: str) -> list[UsageRow]:
 
 def decisions(store: Store, conversation: str | None) -> list[DecisionRow]:
     """The committed decisions, of one conversation or of all, in the order in which they were written."""
-    columns = ", ".join(field.name for field in fields(DecisionRow))
-    sql = f"SELECT {columns} FROM decisions WHERE :c IS NULL OR conversation = :c ORDER BY event"
-    return [_decision(row) for row in store.query(sql, {"c": conversation})]
+    columns = ", ".join(field.name for field in fields(DecisionRow) if field.name not in ("failures", "undone"))
+    sql = (
+        f"SELECT {columns}, (SELECT json_extract(e.payload, '$.failures') FROM events e WHERE e.id = event) AS failures "
+        "FROM decisions WHERE :c IS NULL OR conversation = :c ORDER BY event"
+    )
+    rows = store.query(sql, {"c": conversation})
+    taken_back = _taken_back(store, conversation) if rows else {}
+    return [_decision(row, _undone(taken_back, row["conversation"], row["seq"])) for row in rows]
 
 
 def spans(store: Store, conversation: str | None, decision: int | None) -> list[SpanRow]:
@@ -104,11 +109,16 @@ def spans(store: Store, conversation: str | None, decision: int | None) -> list[
         f"SELECT {_SPAN_COLUMNS} FROM spans WHERE (:c IS NULL OR conversation = :c) AND (:d IS NULL OR decision = :d) "
         "ORDER BY event, position"
     )
-    return [_span(row) for row in store.query(sql, {"c": conversation, "d": decision})]
+    rows = store.query(sql, {"c": conversation, "d": decision})
+    taken_back = _taken_back(store, conversation) if rows else {}
+    return [_span(row, _undone(taken_back, row["conversation"], row["decision"])) for row in rows]
 
 
 def spans_after(store: Store, event: int, limit: int) -> list[SpanRow]:
-    """At least `limit` spans of the decisions after an event id (fewer at the end), whole decisions only."""
+    """At least `limit` spans of the decisions after an event id (fewer at the end), whole decisions only.
+
+    `undone` is not looked up.
+    """
     sql = (
         f"SELECT {_SPAN_COLUMNS} FROM spans WHERE event > :e AND event <= (SELECT max(decision) FROM (SELECT decision "
         "FROM span_ids WHERE decision > :e ORDER BY decision, position LIMIT :n)) ORDER BY event, position"
@@ -117,7 +127,7 @@ def spans_after(store: Store, event: int, limit: int) -> list[SpanRow]:
 
 
 def span_at(store: Store, event: int, position: int) -> SpanRow:
-    """The span at a position of a decision (its event id)."""
+    """The span at a position of a decision (its event id); `undone` is not looked up."""
     sql = f"SELECT {_SPAN_COLUMNS} FROM spans WHERE event = ? AND position = ?"
     return _span(store.query(sql, (event, position))[0])
 
@@ -129,7 +139,7 @@ def restore(store: Store, span_id: str) -> str:
     """
     rows = store.query(f"SELECT {_SPAN_COLUMNS} FROM spans WHERE id = ? ORDER BY event LIMIT 1", (span_id,))
     if not rows:
-        raise LogMissing(f"{store.name}: no span {span_id!r}: list them with spans()")
+        raise LogMissing(f"{store.name}: no span {span_id!r}: `compaction audit spans DB` lists them")
     found = _span(rows[0]).text
     if found is None:
         raise LogMissing(f"{store.name}: the text of span {span_id!r} has been erased")
@@ -158,14 +168,35 @@ def _checked(store: Store, id: int, kind: str, payload: str) -> dict[str, Any]:
     return parsed
 
 
-def _decision(row: dict[str, Any]) -> DecisionRow:
+def _taken_back(store: Store, conversation: str | None) -> dict[str, list[tuple[int, int]]]:
+    """Of each conversation the pairs (to, seq) of its rewinds that count: what lies between the two is undone.
+
+    Read backwards, since a rewind undoes earlier rewinds too.
+    """
+    sql = "SELECT conversation, seq, json_extract(payload, '$.to') AS \"to\" FROM events WHERE kind = 'rewound'"
+    if conversation is not None:
+        sql += " AND conversation = :c"
+    found: dict[str, list[tuple[int, int]]] = {}
+    for row in store.query(f"{sql} ORDER BY id DESC", {"c": conversation}):
+        pairs = found.setdefault(row["conversation"], [])
+        if not pairs or row["seq"] <= pairs[-1][0]:
+            pairs.append((row["to"], row["seq"]))
+    return found
+
+
+def _undone(taken_back: dict[str, list[tuple[int, int]]], conversation: str, seq: int) -> bool:
+    return any(to < seq < rewound for to, rewound in taken_back.get(conversation, ()))
+
+
+def _decision(row: dict[str, Any], undone: bool) -> DecisionRow:
     for name in ("params", "limits", "target", "before", "after"):
         row[name] = json.loads(row[name]) if row[name] else {}
     row["actions"] = tuple(json.loads(row["actions"]))
-    return DecisionRow(**row)
+    row["failures"] = tuple(failure["code"] for failure in json.loads(row["failures"] or "[]"))
+    return DecisionRow(**row, undone=undone)
 
 
-def _span(row: dict[str, Any]) -> SpanRow:
+def _span(row: dict[str, Any], undone: bool = False) -> SpanRow:
     source = row.pop("message_json")
     for name in ("reason", "replaced_by"):
         row[name] = None if row[name] is None else unpack(row[name])
@@ -173,4 +204,4 @@ def _span(row: dict[str, Any]) -> SpanRow:
         found = None if source is None else span_text(source, row["path"], row["start"], row["end"])
     except KeyError:
         found = None
-    return SpanRow(**row, text=found)
+    return SpanRow(**row, text=found, undone=undone)

@@ -36,6 +36,7 @@ class DecisionRow:
     """One committed decision. `event` is its id in the file, `seq` in its conversation.
 
     `spans` counts what it discarded, `discarded_tokens` sums their tokens; `before` and `after` are the view's figures.
+    `failures` are the codes of what did not work before it, in order. `undone`: a later rewind took it back.
     """
 
     event: int
@@ -54,6 +55,8 @@ class DecisionRow:
     actions: tuple[str, ...]
     spans: int
     discarded_tokens: int
+    failures: tuple[str, ...]
+    undone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class SpanRow:
 
     `text` is None once erased; path "" is the whole message, its text the message's JSON. `decision` is the seq of the
     decision, `event` its id in the file, `position` the place among its spans. `replaced_by` is None where nothing
-    stands in its place.
+    stands in its place. `undone`: a later rewind took the decision back.
     """
 
     id: str
@@ -79,6 +82,7 @@ class SpanRow:
     reason: str | None
     text: str | None
     replaced_by: str | None
+    undone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +151,11 @@ class VerifyReport:
     """What `verify` found. `head` is the newest event's hash.
 
     `unanchored` counts the events after the newest outside head: only a head kept outside shows that a tail was cut
-    off. It equals `events` where no head was given.
+    off. None where no head was given.
     """
 
     ok: bool
     events: int
     problems: tuple[Problem, ...]
     head: str
-    unanchored: int
+    unanchored: int | None

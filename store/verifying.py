@@ -86,7 +86,7 @@ class _Verifier:
             events=self.last[0],
             problems=tuple(self.problems),
             head=head_text(self.last[1]),
-            unanchored=self.last[0] - self.anchored,
+            unanchored=self.last[0] - self.anchored if self.heads else None,
         )
 
     def problem(self, table: str, row: object, column: str | None, message: str) -> None:

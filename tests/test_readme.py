@@ -10,15 +10,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
-from compaction import errors
+from compaction import Prepared, Reply, Session, SessionManager, errors
 from compaction.cli import cli
 from compaction.events import KINDS
 from compaction.policies import BUILTIN
+from compaction.ports import Usage
 from compaction.store import AuditLog
+from compaction.store.log import _SqliteLog
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -88,11 +91,18 @@ def test_the_readme_s_python_runs(number: int, tmp_path: Path) -> None:
     assert printed.strip()
 
 
-def test_the_policy_of_the_docs_runs(tmp_path: Path) -> None:
-    """So does the policy of docs/policies.md."""
-    snippets = blocks(DOCS / "policies.md", "python")
+def snippets() -> Iterator[Any]:
+    """The Python of the docs; what loads an engine is marked so."""
+    for name in ("policies.md", "library.md"):
+        for number, code in enumerate(blocks(DOCS / name, "python")):
+            marks = [pytest.mark.model] if "compaction.engines" in code else []
+            yield pytest.param(code, id=f"{name}-{number}", marks=marks)
 
-    assert [code for code in snippets if not run_python(code, tmp_path).strip()] == []
+
+@pytest.mark.parametrize("code", list(snippets()))
+def test_the_docs_python_runs(code: str, tmp_path: Path) -> None:
+    """So does each snippet of the docs."""
+    assert run_python(code, tmp_path).strip()
 
 
 def test_the_docs_sql_runs(tmp_path: Path) -> None:
@@ -119,6 +129,23 @@ def test_the_readme_s_commands_print_what_it_says(tmp_path: Path) -> None:
             wrong.append(f"$ {command}\n{printed}--- README says ---\n{expected}")
 
     assert not wrong, "\n".join(wrong)
+
+
+def names(owner: object) -> set[str]:
+    """The public attributes of a class."""
+    return {name for name in vars(owner) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    "owner", [SessionManager, Session, Prepared, Reply, Usage, _SqliteLog], ids=lambda owner: owner.__name__
+)
+def test_the_library_page_names_the_public_api(owner: type) -> None:
+    """docs/library.md speaks of every public attribute of what a user holds, but of those the parts use."""
+    prose = re.sub(r"^```.*?^```$", "", (DOCS / "library.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    code = " ".join(re.findall(r"`([^`]+)`", prose))
+    inner = {"settings", "state", "limits", "started", "interrupt", "to_json", "of", "commit"}
+
+    assert sorted(name for name in names(owner) - inner if not re.search(rf"\b{name}\b", code)) == []
 
 
 def test_an_expectation_can_fail() -> None:

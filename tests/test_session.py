@@ -374,6 +374,7 @@ def test_async_twins_do_the_same() -> None:
         ({"counter": len}, "counter is a counter"),
         ({"budget": 100}, "budget is a Budget"),
         ({"policy": Summarize()}, "'summarize' summarises: pass engine="),
+        ({"policy": Summarize(summarizer="mine")}, "'summarize' summarises: pass engine="),
     ],
 )
 def test_a_wrong_part_is_named_at_once(wrong: Any, said: str) -> None:

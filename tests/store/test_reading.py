@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compaction.errors import LogMissing
+from compaction.events import NewEvent
 from compaction.store import MemoryLog
-from tests.contracts.log_contract import LONG, append, committed, story
+from tests.contracts.log_contract import AT, LONG, append, committed, story
 
 
 @pytest.fixture
@@ -53,6 +54,39 @@ def test_decisions_of_all_conversations(log: MemoryLog) -> None:
 def test_spans_of_one_decision(log: MemoryLog) -> None:
     """Spans can be asked for by conversation and by the decision's seq."""
     assert ([s.message_id for s in log.spans("f", 2)], len(log.spans("c")), log.spans("c", 3)) == (["c.1"], 5, [])
+
+
+def test_failures_are_told_by_their_codes() -> None:
+    """A decision names what did not work before it, in order."""
+    failures = [{"rung": 1, "code": code, "detail": {"t": "0" * 64}} for code in ("illegal", "summary_empty")]
+    with MemoryLog() as log:
+        log.commit("c", 0, [committed([], failures=[])])
+        log.commit("c", 1, [committed([], failures=failures)])
+
+        assert [row.failures for row in log.decisions()] == [(), ("illegal", "summary_empty")]
+
+
+def test_a_rewind_takes_decisions_back(log: MemoryLog) -> None:
+    """Decisions and spans after the point rewound to are undone, unless that rewind is itself taken back."""
+    first = log.decisions("c")[0].seq
+    dropped(log, "c", {"late": "zebra crossing"})
+    late = log.decisions("c")[-1].seq
+
+    def undone() -> tuple[list[int], set[int]]:
+        decisions, spans = log.decisions("c"), log.spans("c")
+        return [row.seq for row in decisions if row.undone], {span.decision for span in spans if span.undone}
+
+    def rewind(to: int) -> int:
+        return log.commit("c", log.seq("c"), [NewEvent("rewound", AT, {"to": to})])[0].seq
+
+    assert undone() == ([], set())
+    rewind(late - 1)
+    assert undone() == ([late], {late})
+    rewound = rewind(first - 1)
+    assert undone() == ([first, late], {first, late})
+    rewind(rewound - 2)
+    assert undone() == ([], set())
+    assert not any(row.undone for row in [*log.decisions("f"), *log.spans("f")])
 
 
 def test_span_text_is_exact_where_the_view_cannot_be(log: MemoryLog) -> None:

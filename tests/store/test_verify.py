@@ -73,6 +73,11 @@ def test_an_untouched_log_verifies(path: Path) -> None:
         assert (found.ok, found.problems, found.events, found.head, found.unanchored) == (True, (), 11, log.head(), 0)
 
 
+def test_without_a_head_nothing_is_anchored_or_not(path: Path) -> None:
+    """`unanchored` is None where no head was given: there is nothing to count from."""
+    assert report(path).unanchored is None
+
+
 def test_an_empty_log_verifies() -> None:
     """Nothing is wrong with nothing, and its head is an ancestor of everything."""
     with MemoryLog() as log:
