@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from compaction import Prepared, Reply, Session, SessionManager, errors
 from compaction.cli import cli
 from compaction.events import KINDS
+from compaction.plugins import parse_policy
 from compaction.policies import BUILTIN
 from compaction.ports import Usage
 from compaction.store import AuditLog
@@ -103,6 +105,14 @@ def snippets() -> Iterator[Any]:
 def test_the_docs_python_runs(code: str, tmp_path: Path) -> None:
     """So does each snippet of the docs."""
     assert run_python(code, tmp_path).strip()
+
+
+def test_the_policies_of_the_docs_commands_are_there() -> None:
+    """Every --policy of docs/policies.md is one."""
+    given = [shlex.split(command) for command, _ in sessions(DOCS / "policies.md")]
+    texts = [words[words.index("--policy") + 1] for words in given]
+
+    assert [parse_policy(text).name for text in texts] == ["pipeline", "fallback", "pipeline"]
 
 
 def test_the_docs_sql_runs(tmp_path: Path) -> None:
