@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TypeVar
 
 from compaction.errors import InvalidInput
@@ -39,7 +39,7 @@ class Turnstile:
         self._lock.release()
 
 
-async def in_thread(start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
+async def in_thread(start: Callable[[], Iterator[T]]) -> AsyncGenerator[T, None]:
     """The items of `start()`, produced in a thread of its own. Leaving early closes the iterator in that thread."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[bool, T | BaseException | None]] = asyncio.Queue()

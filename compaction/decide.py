@@ -237,15 +237,32 @@ def _check_floor(view: View, room: int) -> None:
 
 def _plan(planner: Policy, view: View, target: Target, rung: int, failures: list[Failure]) -> Plan | None:
     try:
-        plan = planner.plan(view, target)
-        if not isinstance(plan, Plan):
-            raise TypeError(f"a policy returns a Plan, not {type(plan).__name__}")
-        return plan
+        return _well_formed(planner.plan(view, target))
     except InvalidPlan as exc:
         failures.append(Failure(rung, "illegal", str(exc)))
     except Exception as exc:  # noqa: BLE001  a third party's policy may raise anything; the decision says what
-        failures.append(Failure(rung, "policy_error", f"{type(exc).__name__}: {exc}"))
+        failures.append(Failure(rung, "policy_error", f"{type(exc).__name__}: {_said(exc)}"))
     return None
+
+
+def _well_formed(plan: object) -> Plan:
+    """The plan with its types checked, and what a policy left unfinished (a generator of ids) taken once.
+
+    Raises InvalidPlan.
+    """
+    if not isinstance(plan, Plan):
+        raise InvalidPlan(f"a policy returns a Plan, not {type(plan).__name__}")
+    try:
+        return Plan.from_json(plan.to_json())
+    except (AttributeError, TypeError) as exc:
+        raise InvalidPlan(f"a plan holds actions: {exc}") from exc
+
+
+def _said(exc: Exception) -> str:
+    try:
+        return str(exc)
+    except Exception:  # noqa: BLE001  an error that cannot even say what it is must not become one of ours
+        return "(no words)"
 
 
 def _try(

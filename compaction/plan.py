@@ -6,7 +6,7 @@ Invariant: a plan names entries and code-point ranges of original strings; it ho
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,21 +126,34 @@ def _action_to_json(action: Action) -> dict[str, Any]:
     return {"do": "replace", **where, "text": action.text, "reason": action.reason}
 
 
+_TEXT, _NUMBER, _IDS = "a text", "a whole number", "a list of entry ids"
+_RANGE = {"message": _TEXT, "path": _TEXT, "start": _NUMBER, "end": _NUMBER}
+_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "drop": {"entries": _IDS, "reason": _TEXT},
+    "clamp": {**_RANGE, "reason": _TEXT},
+    "replace": {**_RANGE, "text": _TEXT, "reason": _TEXT},
+    "digest": {"entries": _IDS, "max_tokens": _NUMBER, "instruction": _TEXT, "reason": _TEXT},
+}
+_MAKE: Mapping[str, Callable[..., Action]] = {"drop": Drop, "clamp": Clamp, "replace": Replace, "digest": Digest}
+
+
 def _action_from_json(item: Mapping[str, Any]) -> Action:
-    try:
-        do = item["do"]
-        if do == "drop":
-            return Drop(tuple(item["entries"]), item["reason"])
-        if do == "digest":
-            return Digest(tuple(item["entries"]), item["max_tokens"], item["instruction"], item["reason"])
-        where = (item["message"], item["path"], item["start"], item["end"])
-        if do == "clamp":
-            return Clamp(*where, item["reason"])
-        if do == "replace":
-            return Replace(*where, item["text"], item["reason"])
-    except (KeyError, TypeError) as exc:
-        raise InvalidPlan(f"not an action: {item!r} ({exc})") from exc
-    raise InvalidPlan(f"unknown action {do!r}: use drop, clamp, replace or digest")
+    do = item.get("do") if isinstance(item, Mapping) else None
+    fields = _FIELDS.get(do) if isinstance(do, str) else None
+    if fields is None or not isinstance(do, str):
+        raise InvalidPlan(f"not an action: {item!r}: use drop, clamp, replace or digest")
+    values = [_value(do, name, item.get(name), kind) for name, kind in fields.items()]
+    return _MAKE[do](*values)
+
+
+def _value(do: str, name: str, value: Any, kind: str) -> Any:
+    if kind == _IDS and isinstance(value, list) and all(isinstance(i, str) for i in value):
+        return tuple(value)
+    if kind == _TEXT and isinstance(value, str):
+        return value
+    if kind == _NUMBER and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise InvalidPlan(f"{do}: {name} is {kind}, not {value!r}")
 
 
 def marker(characters: int) -> str:

@@ -210,7 +210,7 @@ class Policy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the session has to measure before planning."""
+        """What must be at hand for it: "summarizer", or what the session has to measure before planning."""
 
     @property
     def params(self) -> Mapping[str, Any]:

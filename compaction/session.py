@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -312,8 +313,9 @@ class Session:
 
     async def astream(self, *, max_new_tokens: int = 128) -> AsyncIterator[str]:
         """`stream` in one worker thread; closing the iterator cancels the reply there."""
-        async for piece in in_thread(lambda: self.stream(max_new_tokens=max_new_tokens)):
-            yield piece
+        async with aclosing(in_thread(lambda: self.stream(max_new_tokens=max_new_tokens))) as pieces:
+            async for piece in pieces:
+                yield piece
 
     @property
     def usage(self) -> SessionUsage:

@@ -221,26 +221,54 @@ def clamp(start: Any = 0, end: Any = 100, path: Any = "/content") -> Callable[[V
 
 
 @pytest.mark.parametrize(
-    ("function", "code"),
+    "function",
     [
-        (lambda view, target: [Drop((view.entries[0].id,), "old")], "policy_error"),
-        (lambda view, target: None, "policy_error"),
-        (clamp(start=0.0), "illegal"),
-        (clamp(end="100"), "illegal"),
-        (clamp(path=None), "illegal"),
-        (clamp(path="/content/0/text"), "illegal"),
-        (lambda view, target: Plan((Drop((7,), "old"),)), "illegal"),  # type: ignore[arg-type]
-        (lambda view, target: Plan((Drop((["a"],), "old"),)), "illegal"),  # type: ignore[arg-type]
-        (lambda view, target: Plan(("drop",)), "illegal"),  # type: ignore[arg-type]
+        lambda view, target: [Drop((view.entries[0].id,), "old")],
+        lambda view, target: None,
+        clamp(start=0.0),
+        clamp(start=False),
+        clamp(end="100"),
+        clamp(path=None),
+        clamp(path="/content/0/text"),
+        lambda view, target: Plan((Drop((7,), "old"),)),  # type: ignore[arg-type]
+        lambda view, target: Plan((Drop((["a"],), "old"),)),  # type: ignore[arg-type]
+        lambda view, target: Plan((Drop((view.entries[0].id,), None),)),  # type: ignore[arg-type]
+        lambda view, target: Plan((Digest((view.entries[0].id,), 20, None, "old"),)),  # type: ignore[arg-type]
+        lambda view, target: Plan(("drop",)),  # type: ignore[arg-type]
     ],
 )
-def test_a_plan_of_other_types_is_overruled(function: Callable[[View, Target], Any], code: str) -> None:
+def test_a_plan_of_other_types_is_overruled(function: Callable[[View, Target], Any]) -> None:
     """What is no plan, and an action with values of other types, is a failure of the policy and not of the session."""
     prepared = overfull(function).prepare()
 
     assert prepared.decision is not None and prepared.decision.rung == 3
-    assert {failure.code for failure in prepared.decision.failures} == {code}
+    assert {failure.code for failure in prepared.decision.failures} == {"illegal"}
     assert prepared.tokens == counted(prepared) <= 100
+
+
+def test_ids_that_come_from_a_generator_are_taken_once() -> None:
+    """What is counted is what is dropped."""
+    prepared = overfull(lambda view, target: Plan((Drop((e.id for e in view.entries[:2]), "old"),))).prepare()  # type: ignore[arg-type]
+
+    assert prepared.tokens == counted(prepared) and len(prepared.messages) == 1
+
+
+class Mute(Exception):
+    """An error that fails to say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_without_words_is_still_only_the_policys() -> None:
+    """The last rung takes over."""
+
+    def planned(view: View, target: Target) -> Plan:
+        raise Mute
+
+    prepared = overfull(planned).prepare()
+
+    assert prepared.decision is not None and prepared.decision.failures[0].detail == "Mute: (no words)"
 
 
 @pytest.mark.parametrize("path", ["/content/²/text", "/content/00/text", "/content/-1/text", "/content/0/type"])
