@@ -58,7 +58,8 @@ def read(path: str | PathLike[str]) -> Iterator[Transcript]:
     """
     file = Path(path)
     if not file.name.endswith(_SUFFIXES):
-        raise InvalidTranscript(str(file), 1, f"unknown kind of file: use one of {', '.join(_SUFFIXES)}")
+        kind = "a folder" if file.is_dir() else "unknown kind of file"
+        raise _Unreadable(file, f"{kind}: use one of {', '.join(_SUFFIXES)}")
     return _json(file) if file.name.endswith(".json") else _json_lines(file)
 
 
@@ -106,7 +107,15 @@ def _named(file: Path) -> Iterator[_Place]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as exc:
         raise InvalidTranscript(str(file), place.line, f"broken gzip data: {exc}") from exc
     except OSError as exc:
-        raise InvalidTranscript(str(file), place.line, f"cannot be read: {exc.strerror or exc}") from exc
+        raise _Unreadable(file, f"cannot be read: {exc.strerror or exc}") from exc
+
+
+class _Unreadable(InvalidTranscript):
+    """A file with no line to name: it cannot be read at all. `line` is 1."""
+
+    def __init__(self, file: Path, reason: str) -> None:
+        super().__init__(str(file), 1, reason)
+        self.args = (f"{file}: {reason}",)
 
 
 def _opened(file: Path) -> IO[bytes] | gzip.GzipFile:
@@ -119,7 +128,8 @@ def _opened(file: Path) -> IO[bytes] | gzip.GzipFile:
 def _parsed(file: Path, line: int, raw: bytes) -> Any:
     """One JSON value. Raises InvalidTranscript for undecodable bytes, malformed JSON, NaN and duplicate keys."""
     try:
-        return json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
+        text = raw.decode("utf-8-sig").rstrip(" \t\r\n")  # else JSON that was cut is faulted on the line after it
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
     except UnicodeDecodeError as exc:
         before = raw[: exc.start]
         reason = f"not UTF-8: 0x{raw[exc.start]:02x} is byte {exc.start - before.rfind(10)} of the line"

@@ -100,6 +100,8 @@ def test_byte_order_mark_is_no_content(tmp_path: Path) -> None:
         (b'{"messages": [], "tools": {}}', 1, "tools: Input should be a valid list"),
         (b'[]\n\n"hello"', 3, "a conversation is an object with messages, or a list of messages"),
         (b"[]\n{", 2, "not JSON: Expecting property name enclosed in double quotes"),
+        (b'[]\n{"messages": [{"role": "user"\n', 2, "not JSON: Expecting ',' delimiter at column 30"),
+        (b'{"messages": [\r\n]}\r\n', 1, "not JSON: Expecting value at column 15"),
         (b'[]\n["a\xff"]', 2, "not UTF-8: 0xff is byte 4 of the line"),
         (b'[{"role": "user", "content": NaN}]', 1, "not JSON: NaN is no JSON number"),
         (b'{"messages": [], "tools": [{"x": -Infinity}]}', 1, "not JSON: -Infinity is no JSON number"),
@@ -174,8 +176,10 @@ def test_plain_text_named_gz_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
-    """A path that leads nowhere is an InvalidTranscript like any other fault."""
-    assert problem(tmp_path / "no.jsonl").reason == "cannot be read: No such file or directory"
+    """A path that leads nowhere is an InvalidTranscript like any other fault; it has no line to name."""
+    path = tmp_path / "no.jsonl"
+
+    assert str(problem(path)) == f"{path}: cannot be read: No such file or directory"
 
 
 @pytest.mark.parametrize("name", ["d.json", "d.jsonl", "d.jsonl.gz"])
@@ -188,7 +192,8 @@ def test_directory_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_unknown_suffix_is_refused(tmp_path: Path) -> None:
     """Other kinds of file are refused with the kinds there are."""
-    assert problem(tmp_path / "a.csv").reason == "unknown kind of file: use one of .jsonl.gz, .jsonl, .json"
+    assert str(problem(Path("-"))) == "-: unknown kind of file: use one of .jsonl.gz, .jsonl, .json"
+    assert str(problem(tmp_path)) == f"{tmp_path}: a folder: use one of .jsonl.gz, .jsonl, .json"
 
 
 @given(st.lists(conversations(), max_size=3))
