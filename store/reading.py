@@ -95,7 +95,7 @@ def decisions(store: Store, conversation: str | None) -> list[DecisionRow]:
     """The committed decisions, of one conversation or of all, in the order in which they were written."""
     columns = ", ".join(field.name for field in fields(DecisionRow) if field.name not in ("failures", "undone"))
     sql = (
-        f"SELECT {columns}, (SELECT json_extract(e.payload, '$.failures') FROM events e WHERE e.id = event) AS failures "
+        f"SELECT {columns}, (SELECT json_extract(payload, '$.failures') FROM events WHERE id = event) AS failures "
         "FROM decisions WHERE :c IS NULL OR conversation = :c ORDER BY event"
     )
     rows = store.query(sql, {"c": conversation})
