@@ -29,6 +29,7 @@ __all__ = ["cli", "main"]
 
 INTERRUPTED = 130
 BAD_INPUT = 2
+_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # before 8.2 click prints the help itself
 
 
 class _Group(click.Group):
@@ -62,7 +63,7 @@ def cli() -> None:
     \b
       compaction run talk.jsonl --budget 2048 --log a.db    a recorded conversation through a real model
       compaction audit show a.db                            what was thrown away, when and why
-      compaction audit restore a.db 5f0c…                   take a piece of it back, byte for byte
+      compaction audit restore a.db 5f0c8e1d2b3a4c5d        take a piece of it back, byte for byte
       compaction replay a.db                                would the same be decided again?
 
     \b
@@ -83,6 +84,9 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code = cli.main(args=args, prog_name="compaction", standalone_mode=False)
         sys.stdout.flush()
+    except _NO_ARGUMENTS as exc:
+        click.echo(exc.format_message())
+        return 0
     except click.UsageError as exc:
         where = f" (see: {exc.ctx.command_path} --help)" if exc.ctx else ""
         return _fail(f"error: {exc.format_message().rstrip('.')}{where}", BAD_INPUT)

@@ -18,6 +18,7 @@ __all__ = ["audit"]
 EXCERPT = 60
 _NUMBERS = ("seq", "before", "after", "gone", "spans", "budget")
 _DECISION = ("conversation", "seq", "trigger", "policy", "did", "why", *_NUMBERS[1:])
+_UNDONE = " (undone)"
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 _conversation = click.option("--conversation", metavar="NAME", help="Only this conversation.")
 
@@ -51,7 +52,9 @@ def show(db: str, conversation: str | None, as_json: bool) -> None:
     \b
     JSON keys: conversations: [{conversation, events, messages, tokens, decisions, first_at, last_at}]
                decisions: [{conversation, seq, at, trigger, policy, version, params, rung, limits, target, before,
-               after, actions, reasons, spans, discarded_tokens, event}]
+               after, actions, reasons, failures, undone, spans, discarded_tokens, event}]
+               rung: 1 the policy, 2 the policy told what failed, 3 the core's own clamp; failures: codes of what
+               did not work before; undone: the session was rewound past it, so its spans are live again
     """
     from compaction.cli.opening import existing_log
     from compaction.cli.output import console, emit, table
@@ -76,12 +79,23 @@ def _with_reasons(log: AuditLog, row: DecisionRow) -> dict[str, Any]:
 
 
 def _decision_cells(row: dict[str, Any]) -> tuple[object, ...]:
-    why = "; ".join(row["reasons"]) if row["rung"] < 3 else f"{'; '.join(row['reasons'])} (the core's own clamp)"
+    did = ", ".join(dict.fromkeys(row["actions"])) + _UNDONE * row["undone"]
     return (
-        row["conversation"], row["seq"], row["trigger"], row["policy"], ", ".join(dict.fromkeys(row["actions"])), why,
+        row["conversation"], row["seq"], row["trigger"], row["policy"], did, _why(row),
         row["before"].get("tokens"), row["after"].get("tokens"), row["discarded_tokens"], row["spans"],
         row["limits"].get("limit"),
     )  # fmt: skip
+
+
+def _why(row: dict[str, Any]) -> str:
+    """The reasons of what was done, and what else it took: a later rung, failures before it."""
+    notes = []
+    if row["rung"] > 1:
+        notes.append("the core's own clamp" if row["rung"] == 3 else f"rung {row['rung']}")
+    if row["failures"]:
+        notes.append(f"after {', '.join(dict.fromkeys(row['failures']))}")
+    reasons = "; ".join(row["reasons"])
+    return f"{reasons} ({', '.join(notes)})".lstrip() if notes else reasons
 
 
 @audit.command()
@@ -92,6 +106,8 @@ def _decision_cells(row: dict[str, Any]) -> tuple[object, ...]:
 def spans(db: str, conversation: str | None, decision: int | None, as_json: bool) -> None:
     """Every span that left the context of a conversation, with the beginning of its text.
 
+    "(undone)": the session was rewound past that decision, so the span is live again.
+
     \b
     Examples:
       compaction audit spans a.db
@@ -99,20 +115,26 @@ def spans(db: str, conversation: str | None, decision: int | None, as_json: bool
 
     \b
     JSON keys: spans: [{id, conversation, decision, event, position, message_id, path, start, end, tokens, action,
-               reason, text, replaced_by}]; text is whole and exact (null once erased), path "" is a whole message
+               reason, text, replaced_by, undone}]; text is whole and exact (null once erased), path "" is a whole
+               message
     """
     from compaction.cli.opening import existing_log
     from compaction.cli.output import console, emit, plain, table
 
     with existing_log(db) as log:
         _check_known(log, conversation)
+        _check_decision(log, conversation, decision)
         rows = log.spans(conversation, decision)
     if as_json:
         emit({"spans": [asdict(row) for row in rows]})
         return
     columns = ("span", "conversation", "decision", "tokens", "action", "where", "text")
-    cells = ((r.id, r.conversation, r.decision, r.tokens, r.action, _where(r), plain(_text(r), EXCERPT)) for r in rows)
+    cells = ((r.id, r.conversation, r.decision, r.tokens, _did(r), _where(r), plain(_text(r), EXCERPT)) for r in rows)
     console().print(table("", columns, cells, right=("decision", "tokens")))
+
+
+def _did(span: SpanRow) -> str:
+    return (span.action or "–") + _UNDONE * span.undone
 
 
 def _where(span: SpanRow) -> str:
@@ -223,11 +245,12 @@ def verify(db: str, head: str | None, as_json: bool) -> int:
       compaction audit verify a.db --head sha256:9f86d081…
 
     \b
-    JSON keys: ok, events, problems: [{table, row, column, message}], head, unanchored (events after the given head)
+    JSON keys: ok, events, problems: [{table, row, column, message}], head, unanchored (events after the
+               given head; null without one)
     Exit code 1: the log does not verify.
     """
     from compaction.cli.opening import existing_log
-    from compaction.cli.output import console, emit, plain
+    from compaction.cli.output import console, counted, emit, plain
 
     _check_head(head)
     with existing_log(db) as log:
@@ -235,10 +258,12 @@ def verify(db: str, head: str | None, as_json: bool) -> int:
     if as_json:
         emit(asdict(report))
     elif report.ok:
-        kept = "" if head is None else f", {report.unanchored:,} of them after the head you gave"
+        kept = "" if report.unanchored is None else f", {report.unanchored:,} of them after the head you gave"
         console().print(f"ok: {report.events:,} events{kept}, head {report.head}")
     else:
-        console().print(f"NOT ok: {len(report.problems):,} problems in {report.events:,} events, head {report.head}")
+        console().print(
+            f"NOT ok: {counted(len(report.problems), 'problem')} in {report.events:,} events, head {report.head}"
+        )
         for problem in report.problems:
             console().print(f"  {plain(str(problem))}", soft_wrap=True)
     return 0 if report.ok else 1
@@ -280,3 +305,10 @@ def _check_known(log: AuditLog, conversation: str | None) -> None:
 
     if conversation is not None and not log.seq(conversation):
         raise LogMissing(f"conversation {conversation!r} is not in the log: `compaction audit show` lists what is")
+
+
+def _check_decision(log: AuditLog, conversation: str | None, decision: int | None) -> None:
+    from compaction.errors import LogMissing
+
+    if decision is not None and all(row.seq != decision for row in log.decisions(conversation)):
+        raise LogMissing(f"no decision {decision} in the log: `compaction audit show` lists them")

@@ -53,6 +53,7 @@ class Figures:
     reused_tokens: int = 0
     generated_tokens: int = 0
     summary_tokens: int = 0
+    failed_summaries: int = 0
     interrupted: int = 0
     ttft_ms: list[float] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)
@@ -101,7 +102,8 @@ class Figures:
         self._passes(payload)
 
     def _passes(self, payload: Mapping[str, Any]) -> None:
-        """The summariser's own passes: they count for the peaks, and have a total of their own."""
+        """The summariser's own passes: they count for the peaks, and have totals of their own."""
+        self.failed_summaries += sum(item["code"].startswith("summary_") for item in payload.get("failures", ()))
         for item in payload.get("fulfilled", ()):
             usage = item["usage"]
             if usage is not None:

@@ -6,6 +6,7 @@ Invariant: opening a log to read it creates no file.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from compaction.ports import Policy
     from compaction.store import AuditLog, MemoryLog
 
-__all__ = ["budget_of", "engine_of", "existing_log", "log_of", "policy_of"]
+__all__ = ["budget_of", "check_budget", "engine_of", "existing_log", "log_of", "policy_of"]
 
 _WROTE = "give the file that `run --log` or `chat --log` wrote"
 
@@ -63,6 +64,30 @@ def budget_of(tokens: int | None, kv_bytes: str | None, reserve: int | None = No
     if tokens is None and kv_bytes is None:
         raise InvalidBudget("no budget: give --budget TOKENS, --kv-budget BYTES, or both")
     return Budget(tokens=tokens, kv_bytes=kv_bytes, reserve=reserve)
+
+
+def check_budget(log: AuditLog | MemoryLog, conversations: Iterable[str], budget: Budget) -> None:
+    """Raises InvalidBudget where the log holds one of them under another budget: figures of two would be mixed."""
+    from compaction.budget import Budget
+    from compaction.errors import InvalidBudget
+
+    for name in conversations:
+        opened = [event.payload for event in log.events(name) if event.kind == "opened"]
+        if opened and (before := Budget.from_json(opened[-1]["budget"])) != budget:
+            raise InvalidBudget(
+                f"conversation {name!r} is in the log under {_options(before)}, not {_options(budget)}: "
+                f"give {_options(before)} to go on with it, or another --log"
+            )
+
+
+def _options(budget: Budget) -> str:
+    """A budget as options; what the command line cannot set is told by its Python name."""
+    names = {"tokens": "--budget", "kv_bytes": "--kv-budget", "reserve": "--reserve"}
+    usual = type(budget)(tokens=1).to_json() | dict.fromkeys(names)
+    differing = {name: value for name, value in budget.to_json().items() if value != usual[name]}
+    return " ".join(
+        f"{names[name]} {value}" if name in names else f"{name}={value}" for name, value in differing.items()
+    )
 
 
 def engine_of(model: str, device: str | None) -> TransformersEngine:

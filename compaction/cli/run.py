@@ -46,7 +46,8 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
     messages.
 
     Run it again with the same --log to RESUME: what the log holds is matched and not doubled, so a run that was
-    killed at any moment ends complete. The figures are read from the log and cover those conversations whole.
+    killed at any moment ends complete. The figures are read from the log and cover those conversations whole, also what
+    another policy did before; another budget is refused.
 
     \b
     Examples:
@@ -63,6 +64,7 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
       peak_kv_bytes                        the same at any allocation: a growing arena stands beside the old one
       prefilled_tokens reused_tokens       fed to the model, and found in its cache
       generated_tokens summary_tokens      of the turns; read and written by the summariser
+      failed_summaries                     that came to nothing; the policy, or the core, went on without them
       unsatisfiable skipped interrupted    turns that could not fit; that stand among unanswered calls; cut off
       ttft_ms_p50 ttft_ms_p95 tpot_ms_p50  milliseconds
       reuse_violations                     turns of this run that prefilled more than what is new (0 expected)
@@ -71,7 +73,7 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
 
     Exit code 3: some turns could not fit the budget (their messages are in the log all the same).
     """
-    from compaction.cli.opening import budget_of, engine_of, log_of, policy_of
+    from compaction.cli.opening import budget_of, check_budget, engine_of, log_of, policy_of
     from compaction.cli.output import emit, say
     from compaction.cli.plot import draw
     from compaction.cli.recordings import read_all
@@ -82,6 +84,7 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
     _check_plot(plot)
     recordings = read_all(transcripts, options["limit"])
     with log_of(options["log_path"], options["durability"]) as log:
+        check_budget(log, [recording.id for recording in recordings], budget)
         engine = engine_of(options["model"], options["device"])
         limit = _limit(budget, engine, options["max_new_tokens"])
         began = time.monotonic()

@@ -56,6 +56,7 @@ class Played:
             "reused_tokens": figures.reused_tokens,
             "generated_tokens": figures.generated_tokens,
             "summary_tokens": figures.summary_tokens,
+            "failed_summaries": figures.failed_summaries,
             "unsatisfiable": figures.silent - skipped,
             "skipped": skipped,
             "interrupted": figures.interrupted,
@@ -76,13 +77,14 @@ def show(played: Played, result: dict[str, Any], plot: str | None) -> None:
     reused = f" ({result['reused_tokens'] / fed:.0%} of all prompt tokens)" if fed else ""
     resumed = f", {result['resumed_messages']:,} of them in the log before" if result["resumed_messages"] else ""
     kv_limit = mib(played.limit * played.engine.kv_bytes_per_token)
+    kept = "; all in the log" if result["log"] else ""
     rows: list[tuple[str, object]] = [
         ("model", f"{result['model']} on {played.engine.model.device}"),
         ("policy", result["policy"]),
         ("played", f"{counted(result['conversations'], 'conversation')}, {result['messages']:,} messages{resumed}"),
         ("turns", f"{result['turns']:,} in {played.seconds:,.1f} s"),
         ("compactions", f"{result['compactions']:,}"),
-        ("discarded", f"{result['discarded_spans']:,} spans, {result['discarded_tokens']:,} tokens; all in the log"),
+        ("discarded", f"{result['discarded_spans']:,} spans, {result['discarded_tokens']:,} tokens{kept}"),
         ("peak tokens", f"{result['peak_tokens']:,} of {result['budget_tokens']:,}"),
         ("KV cache", f"{mib(result['kv_bytes'])} measured at rest, of {kv_limit}"),
         ("peak KV cache", f"{mib(result['peak_kv_bytes'])}, while a layer's arena grew"),
@@ -94,6 +96,8 @@ def show(played: Played, result: dict[str, Any], plot: str | None) -> None:
     ]
     if result["summary_tokens"]:
         rows.append(("summaries", f"{result['summary_tokens']:,} tokens read and written for them"))
+    if result["failed_summaries"]:
+        rows.append(("failed summaries", f"{result['failed_summaries']:,}: `audit show` says what was done instead"))
     if result["unsatisfiable"]:
         rows.append(("unsatisfiable", f"{counted(result['unsatisfiable'], 'turn')} could not fit the budget"))
     if result["skipped"]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from compaction.policies import Summarize
+from compaction.testing import ScriptedSummarizer
 from tests.cli.harness import write_log, write_talk
 
 
@@ -21,6 +23,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of that conversation with some compactions."""
     path = tmp_path_factory.mktemp("finished") / "audit.db"
     write_log(path)
+    return path
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Path:
+    """A log of that conversation whose summaries came to nothing."""
+    path = tmp_path / "failing.db"
+    write_log(path, Summarize(), ScriptedSummarizer([RuntimeError("down")] * 99))
     return path
 
 

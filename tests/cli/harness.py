@@ -16,6 +16,7 @@ from typing import Any
 from compaction.budget import Budget
 from compaction.manager import SessionManager
 from compaction.policies import SlidingWindow
+from compaction.ports import Policy, Summarizer
 from compaction.store import AuditLog
 from compaction.testing import FakeCounter
 from tests.builders import assistant, call, system, tool, user
@@ -129,10 +130,16 @@ def verified(db: Path) -> bool:
         return log.verify().ok
 
 
-def write_log(db: Path) -> None:
+def write_log(db: Path, policy: Policy | None = None, summarizer: Summarizer | None = None) -> None:
     """A log of the conversation, compacted on the way; no model needed."""
     with AuditLog(db) as log:
-        manager = SessionManager(policy=SlidingWindow(), budget=Budget(tokens=300), log=log, counter=FakeCounter())
+        manager = SessionManager(
+            policy=policy or SlidingWindow(),
+            budget=Budget(tokens=300),
+            log=log,
+            counter=FakeCounter(),
+            summarizer=summarizer,
+        )
         session = manager.session(NAME)
         for message in TALK:
             if message["role"] == "assistant":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import NAME, TALK, complaint, environment, verified, write_talk
+from tests.cli.harness import NAME, TALK, complaint, environment, kinds, verified, write_talk
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_transcripts(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_a_missing_transcript(tmp_path: Path) -> None:
     """A file that is not there is named."""
-    assert "none.jsonl:1: cannot be read" in complaint("run", tmp_path / "none.jsonl", "--budget", 400)
+    assert "none.jsonl: cannot be read" in complaint("run", tmp_path / "none.jsonl", "--budget", 400)
 
 
 @pytest.mark.model
@@ -165,7 +165,28 @@ def test_a_log_of_another_conversation(db: Path, tmp_path: Path) -> None:
     """A logged conversation that differs from the transcript is named with the place, and left as it is."""
     other = write_talk(tmp_path, [*TALK[:5], {"role": "user", "content": "something else"}], "other.jsonl")
 
-    line = complaint("run", other, "--budget", 400, "--log", db)
+    line = complaint("run", other, "--budget", 300, "--log", db)
 
     assert f"conversation '{NAME}' is in the log already and differs: message 5" in line
     assert verified(db)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--budget", 400), "not --budget 400"),
+        (("--kv-budget", "1MiB"), "not --kv-budget 1048576"),
+        (("--budget", 300, "--reserve", 20), "not --budget 300 --reserve 20"),
+    ],
+)
+def test_a_log_of_another_budget(options: tuple[object, ...], words: str, db: Path, talk: Path) -> None:
+    """A run under another budget than the log's is refused with both, before a model is loaded or anything written."""
+    before = kinds(db)
+
+    line = complaint("run", talk, *options, "--model", "./nonesuch", "--log", db)
+
+    assert line == (
+        f"error: conversation '{NAME}' is in the log under --budget 300, {words}: "
+        "give --budget 300 to go on with it, or another --log"
+    )
+    assert kinds(db) == before

@@ -28,6 +28,17 @@ def test_figures_come_from_the_log(finished: Path) -> None:
     assert figures.discarded_tokens == sum(row.discarded_tokens for row in decisions)
 
 
+def test_failed_summaries_are_counted(failing: Path) -> None:
+    """A decision that went on without a summary says so, and the run's figures count it."""
+    figures = Figures()
+    with AuditLog(failing) as log:
+        figures.add(log.events(NAME))
+        codes = [code for row in log.decisions() for code in row.failures]
+
+    assert figures.failed_summaries == len(codes) > 0
+    assert set(codes) == {"summary_error"}
+
+
 def test_turns_among_unanswered_calls_are_counted(tmp_path: Path) -> None:
     """A reply recorded while calls wait for results cannot be generated."""
     talk = [user("a"), assistant(None, calls=[call("x")]), assistant("b"), user("c"), assistant("d")]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from compaction.events import NewEvent
 from compaction.store import AuditLog
 from tests.cli.harness import NAME, TALK, as_json, cli, complaint, environment, kinds, verified
 
@@ -27,6 +28,12 @@ def test_help_teaches(command: tuple[str, ...]) -> None:
     assert f"compaction {' '.join(command)}".strip() in shown.split("Usage:")[1].split("\n", 1)[1]
 
 
+@pytest.mark.parametrize("command", [(), ("audit",)], ids=" ".join)
+def test_without_a_command_the_help_is_shown(command: tuple[str, ...]) -> None:
+    """A group alone prints what its --help prints."""
+    assert cli(*command).stdout == cli(*command, "--help").stdout
+
+
 def test_version() -> None:
     """--version names the program and its version."""
     assert cli("--version").stdout.startswith("compaction, version 0.")
@@ -40,6 +47,28 @@ def test_show_tells_what_and_why(db: Path) -> None:
     assert [row["messages"] for row in found["conversations"]] == [len(TALK)]
     assert first["actions"] == ["drop"] and first["reasons"] and first["discarded_tokens"] > 0
     assert first["before"]["tokens"] > first["after"]["tokens"]
+
+
+def test_show_tells_what_failed(failing: Path) -> None:
+    """`audit show` names the rung of a decision and the failures before it, in text and JSON."""
+    first = as_json("audit", "show", failing)["decisions"][0]
+
+    assert first["rung"] == 2 and first["failures"] == ["summary_error"]
+    assert "(rung 2, after summary_error)" in cli("audit", "show", failing).stdout
+
+
+def test_what_a_rewind_took_back_is_marked(db: Path) -> None:
+    """`audit show` and `audit spans` mark decisions that the session was rewound past, and no others."""
+    assert "(undone)" not in cli("audit", "show", db).stdout + cli("audit", "spans", db).stdout
+    with AuditLog(db) as log:
+        last = log.decisions()[-1].seq
+        log.commit(NAME, log.seq(NAME), [NewEvent("rewound", "2026-01-01T00:00:00+00:00", {"to": last - 1})])
+
+    decisions, spans = as_json("audit", "show", db)["decisions"], as_json("audit", "spans", db)["spans"]
+
+    assert [row["seq"] for row in decisions if row["undone"]] == [last]
+    assert {row["decision"] for row in spans if row["undone"]} == {last}
+    assert "(undone)" in cli("audit", "show", db).stdout and "(undone)" in cli("audit", "spans", db).stdout
 
 
 @pytest.mark.parametrize("command", ["show", "spans"])
@@ -84,8 +113,11 @@ def test_verify_and_head(db: Path) -> None:
     assert as_json("audit", "verify", db, "--head", head) | {"events": 0} == {
         "ok": True, "events": 0, "problems": [], "head": head, "unanchored": 0,
     }  # fmt: skip
+    assert as_json("audit", "verify", db)["unanchored"] is None
     strange = as_json("audit", "verify", db, "--head", "sha256:" + "1" * 64, code=1)
     assert not strange["ok"] and strange["problems"]
+    told = cli("audit", "verify", db, "--head", "sha256:" + "1" * 64, code=1).stdout
+    assert told.startswith("NOT ok: 1 problem in ")
 
 
 def test_a_changed_byte_fails_verify(db: Path) -> None:
@@ -166,7 +198,8 @@ def test_a_file_that_is_no_log(content: bytes, tmp_path: Path) -> None:
 
 def test_unknown_span_and_conversation(db: Path) -> None:
     """An id the log does not know is named."""
-    assert "no span '00ff'" in complaint("audit", "restore", db, "00ff")
+    assert "no span '00ff': `compaction audit spans DB` lists" in complaint("audit", "restore", db, "00ff")
+    assert "no decision 999 in the log" in complaint("audit", "spans", db, "--decision", 999)
     assert "conversation 'nobody' is not in the log" in complaint("replay", db, "--conversation", "nobody")
     assert "is no head" in complaint("audit", "verify", db, "--head", "abc")
 

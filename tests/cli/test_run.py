@@ -28,7 +28,7 @@ pytestmark = pytest.mark.model
 KEYS = [
     "conversations", "messages", "turns", "compactions", "discarded_spans", "discarded_tokens",
     "budget_tokens", "peak_tokens", "kv_bytes", "peak_kv_bytes", "prefilled_tokens", "reused_tokens",
-    "generated_tokens", "summary_tokens", "unsatisfiable", "skipped", "interrupted",
+    "generated_tokens", "summary_tokens", "failed_summaries", "unsatisfiable", "skipped", "interrupted",
     "ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50",
     "reuse_violations", "resumed_messages", "model", "policy", "log",
 ]  # fmt: skip
@@ -54,6 +54,23 @@ def test_a_run_keeps_its_promises(talk: Path, tmp_path: Path) -> None:
     replayed = as_json("replay", db)
     assert replayed["identical"] == replayed["decisions"] == found["compactions"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_log_says_so(talk: Path) -> None:
+    """Where the log was in memory, nothing is said to be in it."""
+    shown = cli("run", talk, "--budget", 400, "--max-new-tokens", 4).stdout
+
+    assert "in memory, gone now" in shown and "all in the log" not in shown
+
+
+def test_another_policy_may_go_on(talk: Path, tmp_path: Path) -> None:
+    """A finished log is read again whatever the policy; the figures are those of the whole log."""
+    db = tmp_path / "a.db"
+    first = as_json(*run_of(talk, db))
+
+    again = as_json("run", talk, "--budget", 400, "--policy", "truncate", "--max-new-tokens", 4, "--log", db)
+
+    assert (again["resumed_messages"], again["compactions"]) == (len(TALK), first["compactions"])
 
 
 def test_killed_and_repeated(talk: Path, tmp_path: Path) -> None:
