@@ -81,10 +81,10 @@ class InvalidMessage(InvalidInput):
 
 
 class InvalidTranscript(InvalidInput):
-    """A line of a transcript file that cannot be read. `line` counts from 1."""
+    """A transcript file, or a line of it, that cannot be read. `line` counts from 1; None: the whole file."""
 
-    def __init__(self, path: str, line: int, reason: str) -> None:
-        super().__init__(f"{path}:{line}: {reason}")
+    def __init__(self, path: str, line: int | None, reason: str) -> None:
+        super().__init__(f"{path}: {reason}" if line is None else f"{path}:{line}: {reason}")
         self.path = path
         self.line = line
         self.reason = reason

@@ -59,7 +59,7 @@ def read(path: str | PathLike[str]) -> Iterator[Transcript]:
     file = Path(path)
     if not file.name.endswith(_SUFFIXES):
         kind = "a folder" if file.is_dir() else "unknown kind of file"
-        raise _Unreadable(file, f"{kind}: use one of {', '.join(_SUFFIXES)}")
+        raise InvalidTranscript(str(file), None, f"{kind}: use one of {', '.join(_SUFFIXES)}")
     return _json(file) if file.name.endswith(".json") else _json_lines(file)
 
 
@@ -107,15 +107,7 @@ def _named(file: Path) -> Iterator[_Place]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as exc:
         raise InvalidTranscript(str(file), place.line, f"broken gzip data: {exc}") from exc
     except OSError as exc:
-        raise _Unreadable(file, f"cannot be read: {exc.strerror or exc}") from exc
-
-
-class _Unreadable(InvalidTranscript):
-    """A file with no line to name: it cannot be read at all. `line` is 1."""
-
-    def __init__(self, file: Path, reason: str) -> None:
-        super().__init__(str(file), 1, reason)
-        self.args = (f"{file}: {reason}",)
+        raise InvalidTranscript(str(file), None, f"cannot be read: {exc.strerror or exc}") from exc
 
 
 def _opened(file: Path) -> IO[bytes] | gzip.GzipFile:
