@@ -40,7 +40,7 @@ def _budgets(messages: list[dict[str, Any]], policy: Policy) -> list[int]:
     """From what the error says is the least, to the whole and one more."""
     whole = COUNTER.request(messages, None)
     try:
-        compact(messages, budget=Budget(tokens=1), counter=COUNTER, policy=policy)
+        compact(messages, budget=Budget(tokens=1), counter=COUNTER, policy=policy, summarizer=ScriptedSummarizer())
         least = 1
     except BudgetUnsatisfiable as error:
         least = error.floor
