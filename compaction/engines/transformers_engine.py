@@ -17,8 +17,9 @@ import torch
 
 from compaction.budget import Window
 from compaction.engines.detokenize import Detokenizer
+from compaction.engines.forward import Forward
 from compaction.engines.generation import Prefilled, TransformersGeneration
-from compaction.engines.live_cache import Forward, LiveCache, common_prefix
+from compaction.engines.live_cache import LiveCache, common_prefix
 from compaction.engines.loading import config_of, load, window_of
 from compaction.engines.reasons import Held, Request, why_prefilled
 from compaction.engines.sampling import Sampling, greedy

@@ -32,7 +32,7 @@ __all__ = ["Block", "Encoder", "Spliced", "Splicer"]
 
 
 class Encoder(Protocol):
-    """A way to run a model; `compaction.engines.live_cache.Forward` is one."""
+    """A way to run a model; `compaction.engines.forward.Forward` is one."""
 
     def new_cache(self) -> Any:
         """An empty cache."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from compaction.engines.live_cache import Forward
+from compaction.engines.forward import Forward
 from compaction.kv.cache import ArenaCache
 from tests.fixtures_models import shared_smollm2_engine
 

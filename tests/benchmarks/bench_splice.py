@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from compaction.engines.live_cache import Forward
+from compaction.engines.forward import Forward
 from compaction.kv.cache import ArenaCache
 from compaction.kv.probe import probe
 from compaction.kv.slot_map import Mode, SlotMap

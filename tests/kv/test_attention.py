@@ -11,7 +11,7 @@ import transformers
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from compaction.engines.live_cache import Forward
+from compaction.engines.forward import Forward
 from compaction.kv.attention import NAME, GroupedDecode, grouped_attention, supports
 from compaction.kv.cache import ArenaCache
 from tests.fixtures_models import FAMILIES, shared_smollm2_engine, tiny_model

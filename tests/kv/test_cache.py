@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from compaction.engines.live_cache import Forward
+from compaction.engines.forward import Forward
 from compaction.errors import EngineError, InvalidInput
 from compaction.kv.attention import GroupedDecode
 from compaction.kv.cache import ArenaCache, ArenaLayer, ArenaSlidingLayer

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from compaction.engines.live_cache import Forward, LiveCache
+from compaction.engines.forward import Forward
+from compaction.engines.live_cache import LiveCache
 from compaction.kv.geometry import KVGeometry, knows
 from compaction.kv.measure import logical_bytes, storage_bytes
 from tests.kv.architectures import ARCHITECTURES, config_of, model_of

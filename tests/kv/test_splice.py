@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from compaction.engines.live_cache import Forward
+from compaction.engines.forward import Forward
 from compaction.errors import CannotRotate, CannotSplice, InvalidInput
 from compaction.kv.cache import ArenaCache
 from compaction.kv.measure import logical_bytes, storage_bytes

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 from transformers import DynamicCache
 
-from compaction.engines.live_cache import Forward
+from compaction.engines.forward import Forward
 from compaction.errors import CompactionError
 from compaction.kv.arena import ArenaLayer
 from compaction.kv.cache import ArenaCache
