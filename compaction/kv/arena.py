@@ -15,6 +15,7 @@ slots from the oldest one held; `n = end - start`):
     layer.truncate(length)                    forgets the newest slots; `extend(count)` adds slots of undefined content
     layer.nbytes(), layer.logical_nbytes()    bytes allocated, bytes of the slots held
     layer.reserve(slots), layer.shrink(slots) allocates for so many, gives back what is allocated beyond so many
+    layer.dump(), layer.load(tensors, meta)   copies of what is held, for another memory; puts it back bit by bit
 
 Evicting [a, b) is `move(b, a, held - b)` and `truncate(held - (b - a))`. Keys lie as plain rows, `[slots, head_dim]`,
 rows of one head next to each other.
@@ -22,7 +23,7 @@ rows of one head next to each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,10 @@ from transformers.cache_utils import DynamicLayer
 
 from compaction.errors import EngineError, InvalidInput
 
-__all__ = ["ArenaLayer", "Meter"]
+__all__ = ["ArenaLayer", "Meta", "Meter"]
+
+# What `dump` says beside its tensors: plain values that any file format takes.
+Meta = dict[str, int | float | str]
 
 # Where source and target overlap, slots are copied in pieces as long as the shift; for shifts below _SHORT through a
 # copy of _SCRATCH slots at a time.
@@ -216,6 +220,36 @@ class ArenaLayer(DynamicLayer):
         if self.slots > wanted:
             self._resize(wanted)
 
+    def dump(self) -> tuple[dict[str, torch.Tensor], Meta]:
+        """Contiguous copies of exactly what is held, by name, and what `load` must know besides.
+
+        Keys and values `[batch, kv_heads, held, head_dim]`; no tensor where the layer has seen no token.
+        """
+        held = {"keys": self.keys, "values": self.values}
+        copies = {name: _copy(tensor) for name, tensor in held.items() if tensor is not None}
+        return copies, {"kind": type(self).__name__, "held": self.held}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, int | float | str]) -> None:
+        """Hold what `dump` gave, bit by bit, in the place of what is held now; on the device of the tensors.
+
+        Raises InvalidInput, with nothing changed, where it came from another kind of layer, and EngineError where
+        `capacity` is exceeded.
+        """
+        self._check_dump(tensors, meta)
+        self._drop(None)
+        self.is_initialized = False
+        if tensors:
+            self.lazy_initialization(tensors["keys"], tensors["values"])
+            self._append(tensors["keys"], tensors["values"])
+
+    def _check_dump(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, int | float | str]) -> None:
+        if meta.get("kind") != type(self).__name__:
+            raise InvalidInput(f"a {type(self).__name__} cannot hold what a {meta.get('kind')} dumped")
+        slots = {int(tensor.shape[2]) for tensor in tensors.values()}
+        if set(tensors) not in ({"keys", "values"}, set()) or slots not in ({meta["held"]}, set()):
+            raise InvalidInput(f"{meta['held']} slots of keys and values belong to this dump, not {sorted(slots)}")
+        self._grown(int(meta["held"]))
+
     def _slice(self, which: int, start: int, end: int) -> torch.Tensor:
         self._check(start, end)
         return self._arenas[which][:, :, self._start + start : self._start + end]
@@ -279,6 +313,12 @@ def _empty(like: torch.Tensor, slots: int) -> torch.Tensor:
     batch, heads, _, dim = like.shape
     with torch.inference_mode(False):
         return torch.empty(batch, heads, slots, dim, dtype=like.dtype, device=like.device)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy with a storage of its own, an ordinary tensor even inside inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _move(arena: torch.Tensor, src: int, dst: int, length: int) -> None:

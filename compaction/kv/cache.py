@@ -10,6 +10,7 @@ How to edit a layer in place stands in `compaction.kv.arena`. Knows nothing abou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers.cache_utils import (
 )
 
 from compaction.errors import EngineError, InvalidInput
-from compaction.kv.arena import ArenaLayer, Meter
+from compaction.kv.arena import ArenaLayer, Meta, Meter
 from compaction.kv.measure import logical_bytes, storage_bytes
 
 __all__ = ["ArenaCache", "ArenaLayer", "ArenaSlidingLayer", "Meter"]
@@ -122,6 +123,21 @@ class ArenaSlidingLayer(ArenaLayer):
     def shrink(self, slots: int) -> None:
         """As in a full layer, to no more slots than the window needs."""
         super().shrink(min(slots, self._full))
+
+    def dump(self) -> tuple[dict[str, torch.Tensor], Meta]:
+        """As in a full layer; what is held beyond the window, while the past is recorded, included."""
+        copies, meta = super().dump()
+        counters = {"cumulative_length": self.cumulative_length, "record_past": int(self.record_past)}
+        return copies, {**meta, **counters, "sliding_window": self.sliding_window}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, int | float | str]) -> None:
+        """As in a full layer; a window of another length is refused."""
+        self._check_dump(tensors, meta)
+        if meta["sliding_window"] != self.sliding_window:
+            raise InvalidInput(f"a window of {self.sliding_window} cannot hold one of {meta['sliding_window']} tokens")
+        self.record_past = bool(meta["record_past"])
+        super().load(tensors, meta)
+        self.cumulative_length = int(meta["cumulative_length"])
 
     def _restrict(self) -> None:
         self._start = max(self._start, self._end - self._kept)

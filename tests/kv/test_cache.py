@@ -312,6 +312,54 @@ def test_reset_and_crop_start_over() -> None:
     assert layer.keys is not None and layer.keys.shape == (2, 1, 3, 16)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_hybrid"])
+@pytest.mark.parametrize("record", [False, True])
+def test_a_dump_comes_back_bit_by_bit(family: str, record: bool) -> None:
+    """Into new arenas: same slots, same counters, same logits; and the copies own their memory."""
+    model = tiny_model(family)
+    forward, cache, restored = Forward(model), ArenaCache(model.config, capacity=512), ArenaCache(model.config)
+    forward(cache, ids(60), 0)
+    for layer in cache.arenas:
+        layer.record_past = record
+    forward(cache, ids(7), 60)
+
+    for layer, target in zip(cache.arenas, restored.arenas, strict=True):
+        target.load(*layer.dump())
+    tensors = [tensor for layer in cache.arenas for tensor in layer.dump()[0].values()]
+
+    assert storage_bytes(tensors) == sum(layer.logical_nbytes() for layer in cache.arenas)
+    assert sizes(restored, 3) == sizes(cache, 3)
+    assert torch.equal(forward(cache, [5, 6], 67), forward(restored, [5, 6], 67))
+
+
+def test_a_dump_replaces_what_was_held_and_a_stranger_is_refused() -> None:
+    """Nothing changes where the dump came from another kind of layer, is too long, or misses slots."""
+    layer, small = filled(30), ArenaLayer(capacity=10)
+    tensors, meta = layer.dump()
+    target = filled(40)
+    target.load(tensors, meta)
+    shown = target.dump()[0]
+
+    for refusing, wrong in (
+        (ArenaSlidingLayer(WINDOW), meta),
+        (small, meta),
+        (filled(3), {**meta, "held": 29}),
+    ):
+        before = refusing.held
+        with pytest.raises((InvalidInput, EngineError)):
+            refusing.load(tensors, wrong)
+        assert refusing.held == before
+    assert all(torch.equal(shown[name], tensors[name]) for name in tensors) and target.held == 30
+
+
+def test_an_empty_layer_dumps_nothing() -> None:
+    """And takes it back."""
+    layer = filled(3)
+    layer.load(*ArenaLayer().dump())
+
+    assert (layer.held, layer.is_initialized, layer.nbytes(), layer.meter.held) == (0, False, 0, 0)
+
+
 def test_keys_are_not_assigned() -> None:
     """Somebody who assigns keys wants to write them; dropping them is a reset."""
     with pytest.raises(InvalidInput, match="write_keys"):
