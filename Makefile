@@ -46,9 +46,9 @@ format: install
 	@$(BIN)/ruff check --fix --quiet
 	@$(BIN)/ruff format --quiet
 
-# Writes bench.json.
+# Writes bench.json and docs/benchmarks.md; ARGS="decode splice" runs only these sections.
 bench: install
-	@$(BIN)/python -m tests.benchmarks
+	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
 crash: install
 	@$(BIN)/python -m tests.crash

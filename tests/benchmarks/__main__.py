@@ -1,79 +1,109 @@
-"""`make bench`: every figure the project states, as named ratios in one JSON, beside its target."""
+"""`make bench`: every figure the project states, with its target, in one JSON and on one page.
+
+Sections that are not asked for keep the figures of the run before, each with its date and machine.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tests.benchmarks import bench_core, bench_decode, bench_splice, bench_store
-
-TARGETS: dict[str, tuple[str, str, float]] = {
-    # name: (figure, direction, target)
-    "append_1m_vs_10k": ("ratio", "<=", 1.2),
-    "truncate_vs_trim_messages_exact": ("ratio", ">=", 1000),
-    "sliding_window_vs_trim_messages_exact": ("ratio", ">=", 1000),
-    "idle_prepare_5000_vs_10_entries": ("large_ms", "<=", 0.1),
-    "store_commit_full_vs_bare": ("ratio", "<=", 2.0),
-    "store_commit_normal_vs_bare": ("more_us", "<=", 100),
-    "store_bytes_per_json_byte": ("ratio", "<=", 1.6),
-    "decode_8000_vs_dynamic_cache": ("ratio", "<=", 0.35),
-    "splice_compact_vs_copy": ("ratio", ">=", 0.4),
-    "splice_gap_vs_copy": ("ratio", ">=", 0.7),
-    "splice_compact_vs_prefill": ("ratio", ">=", 500),
-    "splice_summary_first_token_vs_exact": ("ratio", "<=", 0.12),
-    "decode_500_vs_dynamic_cache": ("ratio", "<=", 0.9),
-}
+from tests.benchmarks import bench_core
+from tests.benchmarks.page import write_page
+from tests.benchmarks.sections import SECTIONS, Section
 
 
 def main() -> int:
-    """Run all, print a table, write the JSON. Exit 1 where a target is missed."""
-    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    """Run the sections asked for, print a table, write JSON and page. Exit 1 where a target is missed."""
+    names = [section.name for section in SECTIONS]
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(names)}; none: all")
     parser.add_argument("--json", type=Path, default=Path("bench.json"), help="where the figures go")
-    path: Path = parser.parse_args().json
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"), help="where the page goes")
+    parser.add_argument("--page-only", action="store_true", help="write the page again from the JSON")
+    asked = parser.parse_args()
     if not bench_core.AIDER.exists():
         print(f"no recorded conversations at {bench_core.AIDER.parent}: the benchmark needs them", file=sys.stderr)
         return 2
-    figures: dict[str, Any] = {}
+    unknown = sorted(set(asked.sections) - set(names))
+    if unknown:
+        parser.error(f"no section {unknown[0]!r}: use one of {', '.join(names)}")
+    report = _before(asked.json)
+    chosen = () if asked.page_only else [s for s in SECTIONS if s.name in (asked.sections or names)]
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("benchmarks", total=4)
-        for bench in (bench_store, bench_core, bench_decode, bench_splice):
-            progress.update(task, description=bench.__name__.rpartition(".")[2])
-            figures |= {
-                name: value if isinstance(value, dict) else {"ratio": value} for name, value in bench.run().items()
-            }
+        task = progress.add_task("benchmarks", total=len(chosen))
+        for section in chosen:
+            progress.update(task, description=section.title)
+            report["sections"][section.name] = _run(section)
+            asked.json.write_text(
+                json.dumps(report, indent=2) + "\n"
+            )  # a long run that is broken off keeps what it has
             progress.advance(task)
-    missed = [name for name, target in TARGETS.items() if not _met(figures[name], *target)]
-    machine = {"python": platform.python_version(), "machine": platform.machine(), "system": platform.system()}
-    path.write_text(json.dumps({"machine": machine, "figures": figures, "missed": missed}, indent=2) + "\n")
-    _print(figures, missed)
-    print(f"written to {path}")
+    write_page(report, asked.page)
+    missed = _print(report)
+    print(f"written to {asked.json} and {asked.page}")
     return 1 if missed else 0
 
 
-def _met(figure: dict[str, Any], key: str, direction: str, target: float) -> bool:
-    value = float(figure[key])
-    return value <= target if direction == "<=" else value >= target
+def _before(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found if "sections" in found else {"sections": {}}
 
 
-def _print(figures: dict[str, Any], missed: list[str]) -> None:
+def _run(section: Section) -> dict[str, Any]:
+    load = os.getloadavg()[0]
+    figures = section.module().run()
+    return {
+        "at": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": {
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "load": load,
+        },
+        "figures": {name: value if isinstance(value, dict) else {"ratio": value} for name, value in figures.items()},
+    }
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _print(report: dict[str, Any]) -> list[str]:
+    """Show all figures; returns the names of those that miss their target."""
+    missed: list[str] = []
     table = Table(title="Benchmarks")
     for column in ("figure", "median", "spread", "target"):
         table.add_column(column)
-    for name, figure in figures.items():
-        key, direction, target = TARGETS.get(name, ("ratio", "", 0.0))
-        spread = figure.get("spread") if key == "ratio" else figure.get(f"{key}_spread")
-        shown = f"{spread[0]:,.2f} to {spread[1]:,.2f}" if spread else ""
-        goal = f"{direction} {target:,g}{' MISSED' if name in missed else ''}" if name in TARGETS else ""
-        table.add_row(f"{name} ({key})", f"{figure[key]:,.3f}", shown, goal)
+    for section in SECTIONS:
+        for name, figure in report["sections"].get(section.name, {"figures": {}})["figures"].items():
+            target = section.targets.get(name)
+            key = target.key if target else "ratio"
+            if key not in figure:
+                continue
+            spread = figure.get("spread") if key == "ratio" else figure.get(f"{key}_spread")
+            shown = f"{spread[0]:,.2f} to {spread[1]:,.2f}" if spread else ""
+            goal = f"{target.direction} {target.value:,g}" if target else ""
+            if target and not target.met(figure):
+                missed.append(name)
+                goal += " MISSED"
+            table.add_row(f"{name} ({key})", f"{figure[key]:,.3f}", shown, goal)
     Console().print(table)
+    return missed
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""What `make bench` runs: the sections, in order, with the targets their figures are held to.
+
+Invariant: a section's module has `run() -> {figure: number or mapping}`, and may have `draw(figures) -> [Picture]`; its
+docstring says how the figures were taken and stands on the page.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+__all__ = ["SECTIONS", "Picture", "Section", "Target"]
+
+Figures = Mapping[str, Mapping[str, Any]]
+
+
+class Target(NamedTuple):
+    """A figure's `key` is to be at most ("<=") or at least (">=") `value`."""
+
+    key: str
+    direction: str
+    value: float
+
+    def met(self, figure: Mapping[str, Any]) -> bool:
+        """Whether the figure keeps it."""
+        value = float(figure[self.key])
+        return value <= self.value if self.direction == "<=" else value >= self.value
+
+
+class Picture(NamedTuple):
+    """A matplotlib figure, the name of its file and what it shows."""
+
+    name: str
+    caption: str
+    figure: Any
+
+
+@dataclass(frozen=True)
+class Section:
+    """One module of figures."""
+
+    name: str
+    title: str
+    targets: Mapping[str, Target] = field(default_factory=dict)
+
+    def module(self) -> ModuleType:
+        """The module, imported when it is needed: some need a minute for a model."""
+        return importlib.import_module(f"tests.benchmarks.bench_{self.name}")
+
+
+SECTIONS = (
+    Section(
+        "store",
+        "The log",
+        {
+            "store_commit_full_vs_bare": Target("ratio", "<=", 2.0),
+            "store_commit_normal_vs_bare": Target("more_us", "<=", 100),
+            "store_bytes_per_json_byte": Target("ratio", "<=", 1.6),
+        },
+    ),
+    Section(
+        "core",
+        "Appending, planning, preparing",
+        {
+            "append_1m_vs_10k": Target("ratio", "<=", 1.2),
+            "truncate_vs_trim_messages_exact": Target("ratio", ">=", 1000),
+            "sliding_window_vs_trim_messages_exact": Target("ratio", ">=", 1000),
+            "idle_prepare_5000_vs_10_entries": Target("large_ms", "<=", 0.1),
+        },
+    ),
+    Section(
+        "decode",
+        "Decoding",
+        {
+            "decode_8000_vs_dynamic_cache": Target("ratio", "<=", 0.35),
+            "decode_500_vs_dynamic_cache": Target("ratio", "<=", 0.9),
+        },
+    ),
+    Section(
+        "splice",
+        "Editing the live cache",
+        {
+            "splice_compact_vs_copy": Target("ratio", ">=", 0.4),
+            "splice_gap_vs_copy": Target("ratio", ">=", 0.7),
+            "splice_compact_vs_prefill": Target("ratio", ">=", 500),
+            "splice_summary_first_token_vs_exact": Target("ratio", "<=", 0.12),
+        },
+    ),
+)
