@@ -1,9 +1,10 @@
-"""One conversation's live KV cache and the token ids it stands for.
+"""One conversation's live KV cache and the tokens it stands for: id, position and times moved of each slot.
 
-Invariant: outside a running forward pass, `ids` names exactly the tokens whose keys and values the layers hold, in
-order, at positions 0…n-1; whatever cannot be kept so is dropped whole, never guessed. Memory is true: bytes measured
-are bytes held. In arenas they are what `start_turn` allocated; without arenas, no tensor is a view of a larger storage
-after a pass or a crop.
+Invariant: outside a running forward pass, `slot_map` names exactly the tokens whose keys and values the layers hold, in
+order; whatever cannot be kept so is dropped whole, never guessed. Slots before `dirty_from` are what a fresh prefill
+would have made, at positions 0, 1, …; later ones were computed with text in view that has left the cache, or were
+moved. Memory is true: bytes measured are bytes held. In arenas they are what `start_turn` allocated; without arenas, no
+tensor is a view of a larger storage after a pass or a crop.
 Knows nothing about messages, templates or sampling.
 """
 
@@ -20,6 +21,7 @@ from compaction.errors import EngineError
 from compaction.kv.arena import ArenaLayer
 from compaction.kv.cache import ArenaCache
 from compaction.kv.measure import storage_bytes
+from compaction.kv.slot_map import SlotMap
 
 __all__ = ["LiveCache", "common_prefix"]
 
@@ -44,17 +46,32 @@ class LiveCache:
     Args:
         forward: the model.
         capacity: tokens that the arenas may grow to; None: transformers' own layers, which copy all at each token.
+
+    Attributes:
+        slot_map: what stands in the slots. Its `next_position` is where the next token goes.
+        dirty_from: the first slot that carries traces of what is gone, or was moved; None: all are as prefilled.
     """
 
     def __init__(self, forward: Forward, capacity: int | None = None) -> None:
         self._forward, self._capacity = forward, capacity
         self._cache: Any = forward.new_cache(capacity)
-        self.ids: list[int] = []
+        self.slot_map = SlotMap()
+        self.dirty_from: int | None = None
         self.peak_tokens = 0
         self.peak_bytes = 0
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.slot_map)
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens, in order; not to be changed."""
+        return self.slot_map.ids
+
+    @property
+    def clean(self) -> int:
+        """How many leading slots are as a fresh prefill would have made them."""
+        return len(self) if self.dirty_from is None else self.dirty_from
 
     @property
     def layers(self) -> list[Any]:
@@ -82,7 +99,7 @@ class LiveCache:
                 self._cache.shrink(tokens)
                 self._cache.meter.peak = self._cache.meter.held
                 self._cache.reserve(tokens)
-        self.peak_tokens, self.peak_bytes = len(self.ids), 0
+        self.peak_tokens, self.peak_bytes = len(self), 0
         self._note_peak()
 
     def end_turn(self) -> None:
@@ -97,17 +114,17 @@ class LiveCache:
         An exception leaves the layers uneven: what stood there before is restored where that is possible, else dropped.
         Raises EngineError where memory does not suffice.
         """
-        before = len(self.ids)
+        before = len(self)
         try:
             with _out_of_memory(before + len(ids)):
-                logits = self._forward(self._cache, ids, before)
-            self.ids.extend(ids)
+                logits = self._forward(self._cache, ids, self.slot_map.next_position)
+            self.slot_map.append(ids)
             self._note_peak()  # before the copies: the larger figure is the peak
             self._own_storage()
         except BaseException:
             self._recover(before)
             raise
-        self.peak_tokens = max(self.peak_tokens, len(self.ids))
+        self.peak_tokens = max(self.peak_tokens, len(self))
         return logits
 
     def record_past(self, on: bool) -> None:
@@ -118,7 +135,7 @@ class LiveCache:
 
     def can_crop(self, length: int) -> bool:
         """Whether every layer still holds all that a cache of the first `length` tokens would hold."""
-        removed = len(self.ids) - length
+        removed = len(self) - length
         if removed <= 0:
             return removed == 0
         return not self.stateful and all(_can_drop(layer, removed) for layer in self.layers)
@@ -128,7 +145,7 @@ class LiveCache:
         if length == 0 or not self.can_crop(length):
             self.clear()
             return length == 0
-        removed = len(self.ids) - length
+        removed = len(self) - length
         try:
             for layer in self.layers:
                 _drop_last(layer, removed)
@@ -136,13 +153,18 @@ class LiveCache:
         except BaseException:
             self.clear()
             raise
-        del self.ids[length:]
+        self._forget_after(length)
         return True
 
     def clear(self) -> None:
         """Hold nothing."""
         self._cache = self._forward.new_cache(self._capacity)
-        self.ids = []
+        self.slot_map, self.dirty_from = SlotMap(), None
+
+    def _forget_after(self, length: int) -> None:
+        self.slot_map.crop(length)
+        if self.dirty_from is not None and self.dirty_from >= length:
+            self.dirty_from = None
 
     def _note_peak(self) -> None:
         held = self.bytes
@@ -152,7 +174,7 @@ class LiveCache:
 
     def _recover(self, before: int) -> None:
         """After a broken pass: cut full layers back; any other kind may be half written and goes."""
-        del self.ids[before:]
+        self._forget_after(min(before, len(self)))
         layers = [layer for layer in self.layers if type(layer).__name__ not in _EMPTY_LAYERS]
         if not before or any(type(layer).__name__ not in {"ArenaLayer", "DynamicLayer"} for layer in layers):
             self.clear()

@@ -227,7 +227,7 @@ class TransformersEngine:
     ) -> tuple[str, int]:
         """Crop the cache to what it shares with the wanted ids; returns why tokens go in again, and how many stay."""
         live = held.live
-        shared = common_prefix(live.ids, wanted)
+        shared = min(common_prefix(live.ids, wanted), live.clean)
         said = held.reply.result.text if held.reply and held.reply.result else None
         stood = Held(live.ids, held.prompt, self._opening, held.request, said)
         why = why_prefilled(stood, wanted, shared, messages, request, hint=hint, decode=self._text_of)
