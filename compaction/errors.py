@@ -13,7 +13,9 @@
     ├── EngineError                a model that cannot be loaded, or a request it cannot take
     │   ├── ModelNotFound
     │   ├── CannotRotate           keys whose position cannot be changed in place
-    │   └── CannotSplice           an edit of a live cache that its layers do not allow; nothing was changed
+    │   ├── CannotSplice           an edit of a live cache that its layers do not allow; nothing was changed
+    │   ├── CacheRefused           a parked cache that must not be used; it is prefilled instead
+    │   └── PoolFull               a turn that does not fit the pool beside what cannot be parked
     ├── CounterUnavailable         a tokenizer vocabulary that is not at hand
     ├── SummaryFailed              a summariser returned nothing usable; the original stays
     └── LogError                   the log could not do what was asked; nothing left the context
@@ -34,6 +36,7 @@ from collections.abc import Mapping
 
 __all__ = [
     "BudgetUnsatisfiable",
+    "CacheRefused",
     "CannotRotate",
     "CannotSplice",
     "CompactionCancelled",
@@ -56,6 +59,7 @@ __all__ = [
     "ModelNotFound",
     "NotALog",
     "PendingToolCalls",
+    "PoolFull",
     "SummaryFailed",
 ]
 
@@ -153,6 +157,36 @@ class CannotSplice(EngineError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; keep it, or crop and prefill again")
         self.reason = reason
+
+
+class CacheRefused(EngineError):
+    """A parked cache that must not be used, or a cache that cannot be parked.
+
+    `code` is one of `fingerprint` (of another model, tokenizer, conversation, …, or stale), `corrupted`, `missing`,
+    `unsupported` (a kind of layer that nobody knows how to take apart); `reason` says what and where.
+    """
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(f"{reason}; prefill it again")
+        self.code = code
+        self.reason = reason
+
+
+class PoolFull(EngineError):
+    """A turn that does not fit the pool, even with everything parked that may be; nothing was changed.
+
+    Bytes: `needed` for this turn, `budget` of the pool on the device, `busy` held by running replies and pins.
+    """
+
+    def __init__(self, needed: int, budget: int, busy: int) -> None:
+        beside = f" beside {busy:,} of running replies and pinned conversations" if busy else ""
+        super().__init__(
+            f"this turn may need {needed:,} bytes of KV cache and the pool has {budget:,}{beside}: "
+            + ("finish or close() replies, unpin, or raise the pool" if busy else "raise the pool, or compact first")
+        )
+        self.needed = needed
+        self.budget = budget
+        self.busy = busy
 
 
 class CounterUnavailable(CompactionError):
