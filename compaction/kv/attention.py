@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["NAME", "GroupedDecode", "grouped_attention", "supports"]
+__all__ = ["NAME", "AttentionSwitch", "GroupedDecode", "grouped_attention", "supports"]
 
 NAME = "compaction_grouped"
 
@@ -86,15 +86,16 @@ def supports(model: Any) -> bool:
     return True
 
 
-class GroupedDecode:
-    """`with GroupedDecode(model):` inside, the model decodes by `grouped_attention`; outside it is as it was.
+class AttentionSwitch:
+    """`with AttentionSwitch(model, name):` inside, the model attends by a registered function; outside it is as it was.
 
     A model that `supports()` refuses runs unchanged, which `active` tells. Make it once, enter it often. Not
     thread-safe: the caller holds the model's lock.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, name: str) -> None:
         self._configs = _attention_configs(model) if supports(model) else []
+        self._name = name
 
     @property
     def active(self) -> bool:
@@ -103,11 +104,18 @@ class GroupedDecode:
 
     def __enter__(self) -> None:
         for config in self._configs:
-            config._attn_implementation_internal = NAME
+            config._attn_implementation_internal = self._name
 
     def __exit__(self, *exc: object) -> None:
         for config in self._configs:
             config._attn_implementation_internal = "sdpa"
+
+
+class GroupedDecode(AttentionSwitch):
+    """`with GroupedDecode(model):` inside, the model decodes by `grouped_attention`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, NAME)
 
 
 def _attention_configs(model: Any) -> list[Any]:
