@@ -10,11 +10,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from compaction.budget import Goal, KVStorage, Target
 from compaction.entries import Entry
 from compaction.errors import InvalidPlan
 from compaction.grammar import editable
 from compaction.messages import Message, resolve
-from compaction.plan import Clamp, Digest, Drop, Edit, Plan, Replace, Span, marker, summary_text
+from compaction.plan import Clamp, Digest, Drop, Edit, Plan, Quantize, Replace, Span, marker, summary_text
 
 __all__ = ["Applied", "Count", "Discard", "apply_plan"]
 
@@ -39,13 +40,26 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a plan makes of a view. `changed` holds the tokens of new and edited entries, in order."""
+    """What a plan makes of a view. `changed` holds the tokens of new and edited entries, in order.
+
+    `storage` is how the cache is kept then; None: no geometry is known.
+    """
 
     entries: tuple[Entry, ...]
     discards: tuple[Discard, ...]
     changed: tuple[tuple[str, int], ...]
     tokens: int
     first_changed: int
+    storage: KVStorage | None = None
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes of KV cache the request then fills; None where no geometry is known."""
+        return None if self.storage is None else self.storage.bytes(self.tokens)
+
+    def within(self, target: Target, goal: Goal = "want") -> bool:
+        """Whether the plan brings the request down to the target, or to what it must be down to."""
+        return target.met(self.tokens, self.storage, goal)
 
 
 def apply_plan(
@@ -58,7 +72,7 @@ def apply_plan(
     """Entries after the plan, and what left. `summaries` are the texts of the plan's digests in order, None: not yet.
 
     Raises InvalidPlan for entries that are not there, twice touched, or ranges that cannot be edited.
-    `tokens` of the result is 0: the caller knows what the whole comes to.
+    `tokens` of the result is 0 and `storage` None: the caller knows what the whole comes to.
     """
     before = list(entries)
     live = {entry.id: entry for entry in before}
@@ -70,7 +84,7 @@ def apply_plan(
             step.drop(number, action.entries)
         elif isinstance(action, Digest):
             step.digest(number, action, next(texts, None))
-        else:
+        elif not isinstance(action, Quantize):
             step.edit(number, action)
     after: list[Entry] = []
     for entry in before:

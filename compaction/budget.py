@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from compaction.errors import InvalidBudget
 
-__all__ = ["Budget", "Limits", "Target", "Window", "parse_bytes"]
+__all__ = ["Budget", "Goal", "KVStorage", "Limits", "Target", "Window", "parse_bytes"]
 
+Goal = Literal["must", "want"]
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
@@ -38,6 +39,27 @@ class Window:
 
     tokens: int
     source: str  # "user" > "server" > "model config" > "default"
+
+
+@dataclass(frozen=True, slots=True)
+class KVStorage:
+    """How a conversation's keys and values are kept, and the most that costs: `fixed` + tokens x `per_token` bytes.
+
+    `name` "" is the model's own number format. `fixed` is what the tokens that a quantized cache keeps in full
+    precision (first ones, newest ones) cost beyond `per_token`.
+    """
+
+    name: str
+    per_token: int
+    fixed: int = 0
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes of so many tokens."""
+        return self.fixed + tokens * self.per_token
+
+    def tokens(self, kv_bytes: int) -> int:
+        """The most tokens that so many bytes hold."""
+        return max(0, kv_bytes - self.fixed) // self.per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +117,10 @@ class Budget:
         """The inverse of `to_json`."""
         return cls(**data)
 
-    def limits(self, *, window: Window | None, max_new_tokens: int, kv_bytes_per_token: int | None) -> Limits:
-        """What this budget comes to for one request.
+    def limits(
+        self, *, window: Window | None, max_new_tokens: int, kv_bytes_per_token: int | None, kv_bytes_fixed: int = 0
+    ) -> Limits:
+        """What this budget comes to for one request of a conversation whose KV cache costs that many bytes.
 
         Raises InvalidBudget where the reserve leaves no room, or where KV bytes are asked for and no geometry is known.
         """
@@ -106,7 +130,8 @@ class Budget:
         if self.kv_bytes is not None:
             if not kv_bytes_per_token:
                 raise InvalidBudget("kv_bytes needs an engine or a geometry that knows the bytes of a token")
-            bounds.append((int(self.kv_bytes) // kv_bytes_per_token, "budget kv_bytes"))
+            storage = KVStorage("", kv_bytes_per_token, kv_bytes_fixed)
+            bounds.append((storage.tokens(int(self.kv_bytes)), "budget kv_bytes"))
         if window is not None:
             bounds.append((window.tokens, f"window ({window.source})"))
         limit, source = min(bounds)
@@ -116,14 +141,26 @@ class Budget:
                 f"the reply may take {reserve:,} tokens but the limit is {limit:,} ({source}): "
                 "lower max_new_tokens or reserve, or raise the budget"
             )
+        binding = source == "budget kv_bytes"
         return Limits(
-            limit=limit, source=source, reserve=reserve, high=self.high, low=self.low, clamp_user=self.clamp_user
+            limit=limit,
+            source=source,
+            reserve=reserve,
+            high=self.high,
+            low=self.low,
+            clamp_user=self.clamp_user,
+            kv_bytes=int(self.kv_bytes or 0) if binding else None,
+            cap=min((tokens for tokens, whose in bounds if whose != source), default=None) if binding else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """One request's figures, in tokens: `limit` with its source, `reserve` for the reply, and the water marks."""
+    """One request's figures, in tokens: `limit` with its source, `reserve` for the reply, and the water marks.
+
+    Where the budget of KV bytes is what limits, `kv_bytes` is that budget, `limit` what it comes to as the cache is
+    stored now, and `cap` the most tokens that are allowed however it is stored (None: any number); else both are None.
+    """
 
     limit: int
     source: str
@@ -131,6 +168,8 @@ class Limits:
     high: float
     low: float
     clamp_user: bool
+    kv_bytes: int | None = None
+    cap: int | None = None
 
     @property
     def room(self) -> int:
@@ -149,6 +188,7 @@ class Limits:
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain JSON values, in a fixed order."""
+        in_bytes = {} if self.kv_bytes is None else {"kv_bytes": self.kv_bytes, "cap": self.cap}
         return {
             "limit": self.limit,
             "source": self.source,
@@ -156,6 +196,7 @@ class Limits:
             "high": self.high,
             "low": self.low,
             "clamp_user": self.clamp_user,
+            **in_bytes,
         }
 
     @classmethod
@@ -166,8 +207,32 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a plan has to reach (`must`) and should reach (`want`), in tokens of the whole request."""
+    """What a plan has to reach (`must`) and should reach (`want`), in tokens of the request or bytes of its KV cache.
+
+    In bytes, `cap` is the most tokens the request may have besides; None: any number.
+    """
 
     must: int
     want: int
-    unit: str = "tokens"
+    unit: Literal["tokens", "kv_bytes"] = "tokens"
+    cap: int | None = None
+
+    def met(self, tokens: int, storage: KVStorage | None, goal: Goal = "want") -> bool:
+        """Whether a request of so many tokens, stored so, is down to `want`, or to `must`."""
+        most = self.must if goal == "must" else self.want
+        if self.unit == "tokens" or storage is None:
+            return tokens <= most
+        return storage.bytes(tokens) <= most and (self.cap is None or tokens <= self.cap)
+
+    def in_tokens(self, storage: KVStorage | None) -> Target:
+        """The same target in tokens of a conversation that is stored so."""
+        if self.unit == "tokens" or storage is None:
+            return self
+        most = self.cap if self.cap is not None else storage.tokens(self.must)
+        must = min(storage.tokens(self.must), most)
+        return Target(must=must, want=min(storage.tokens(self.want), must))
+
+    def to_json(self) -> dict[str, Any]:
+        """The target as plain JSON values, in a fixed order."""
+        plain = {"must": self.must, "want": self.want, "unit": self.unit}
+        return plain if self.unit == "tokens" else {**plain, "cap": self.cap}

@@ -6,7 +6,7 @@ Invariant: the decision is durable before its spans leave the context, and it wa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from compaction.budget import Limits
@@ -16,7 +16,7 @@ from compaction.events import NewEvent, Text
 from compaction.fulfil import fulfil
 from compaction.ledger import Ledger
 from compaction.plan import Digest
-from compaction.ports import Summary
+from compaction.ports import ScoresEntries, Summary
 from compaction.state import with_refs
 from compaction.view import View
 
@@ -36,8 +36,15 @@ def compact_once(ledger: Ledger, limits: Limits, trigger: str) -> Decision | Hel
     def build() -> Written:
         ledger.check_answered()
         planned, overtaken = ledger.state.seq, ledger.overtaken
-        recorder = Recorder(ledger.settings.counter, ledger.tally.tools, _summarizer(ledger, limits))
-        made.append(decide(ledger.state.view(), limits, ledger.settings.policy, recorder, trigger=trigger))
+        view = ledger.state.view()
+        recorder = Recorder(
+            ledger.settings.counter,
+            ledger.tally.tools,
+            _summarizer(ledger, limits),
+            view.entries,
+            _scorer(ledger, view),
+        )
+        made.append(decide(view, limits, ledger.settings.policy, recorder, trigger=trigger))
         if ledger.overtaken != overtaken:  # somebody appended while a summary was being written
             raise LogConflict(ledger.id, planned, ledger.state.seq)
         return _events(ledger, made[-1], recorder)
@@ -62,10 +69,30 @@ def _summarizer(ledger: Ledger, limits: Limits) -> Callable[[Digest, View], Summ
     if summarizer is None:
         return None
 
+    limit = _own_limit(ledger, limits)
+
     def ask(action: Digest, view: View) -> Summary:
         started = {"tokens": view.tokens, "summarizer": summarizer.name, "entries": list(action.entries)}
         ledger.note("decision_started", started)
-        return fulfil(summarizer, action, view, limit=limits.limit, count=ledger.settings.counter.text)
+        return fulfil(summarizer, action, view, limit=limit, count=ledger.settings.counter.text)
+
+    return ask
+
+
+def _own_limit(ledger: Ledger, limits: Limits) -> int:
+    """Tokens a pass of the summariser may hold: its cache is kept in the model's own number format."""
+    per_token = ledger.state.opened.get("kv_bytes_per_token")
+    return min(limits.limit, limits.kv_bytes // per_token) if limits.kv_bytes and per_token else limits.limit
+
+
+def _scorer(ledger: Ledger, view: View) -> Callable[[str], Sequence[float]] | None:
+    engine: object = ledger.settings.engine
+    if not isinstance(engine, ScoresEntries):
+        return None
+
+    def ask(kind: str) -> Sequence[float]:
+        messages = [entry.render(view.messages) for entry in view.entries]
+        return engine.scores(ledger.id, kind, messages, ledger.tally.tools)
 
     return ask
 
@@ -80,13 +107,24 @@ def _events(ledger: Ledger, outcome: Decision | Held, recorder: Recorder) -> Wri
 
     if isinstance(outcome, Decision):
         payload = with_refs(outcome.to_json(), put)
-        payload |= {"answers": recorder.answers, "fulfilled": _fulfilled(recorder, put)}
+        payload |= {"answers": recorder.answers, "fulfilled": _fulfilled(recorder, put), **_scored(recorder, put)}
         return [ledger.event("decision_committed", payload)], list(notes.values())
     if not outcome.failures:
         return [], []
     failures = [{**failure.to_json(), "detail": {"t": put(failure.detail)}} for failure in outcome.failures]
     failed = {"tokens": ledger.state.tokens, "failures": failures, "fulfilled": _fulfilled(recorder, put)}
-    return [ledger.event("decision_failed", failed)], list(notes.values())
+    return [ledger.event("decision_failed", {**failed, **_scored(recorder, put)})], list(notes.values())
+
+
+def _scored(recorder: Recorder, put: Callable[[str], str]) -> dict[str, Any]:
+    """What the entries were said to be worth, where somebody asked."""
+    if not recorder.scored:
+        return {}
+    scores = [
+        {"kind": s.kind, "values": list(s.values), "error": None if s.error is None else {"t": put(s.error)}}
+        for s in recorder.scored.values()
+    ]
+    return {"scores": scores}
 
 
 def _fulfilled(recorder: Recorder, put: Callable[[str], str]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 from compaction.budget import Target
 from compaction.grammar import editable
 from compaction.messages import Message, leaves
-from compaction.plan import Clamp, Drop, Edit, Plan, marker
+from compaction.plan import Clamp, Drop, Edit, Plan, Quantize, marker
 from compaction.view import Entry, View
 
 __all__ = ["CoreClamp", "clearable"]
@@ -27,19 +27,32 @@ class CoreClamp:
     """Drops oldest first; then clamps the newest batch's results (and the last user message if allowed), largest first.
 
     Keeps: the floor. Loses: everything else where needed. Costs: no model call.
+    `storage` names a narrower storage without which the floor does not fit; None: the cache is kept as it is.
     """
+
+    storage: str | None = None
 
     name = "core_clamp"
     version = 1
     needs = frozenset[str]()
+    units = frozenset({"tokens", "kv_bytes"})
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """It has none."""
+        """It has none of its own choosing."""
         return {}
 
     def plan(self, view: View, target: Target) -> Plan:
         """A plan that fits `target.must` whenever anything does."""
+        if self.storage is None:
+            return self._drops(view, target.in_tokens(view.storage))
+        first = Plan((Quantize(self.storage, "must fit"),))
+        left = view.advance(first)
+        return Plan((*first.actions, *self._drops(left, target.in_tokens(left.storage)).actions))
+
+    def _drops(self, view: View, target: Target) -> Plan:
+        if view.tokens <= target.must and self.storage is not None:
+            return Plan()
         end = len(view.entries)
         everything = [view.droppable(view.leading, end, opener=opener) for opener in (True, False)]
         for ids in (view.droppable(view.leading, view.cut_to(target.want)), everything[0]):

@@ -7,20 +7,24 @@ call `decide`; the only effects are those of the answers object it is given. Not
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from compaction.budget import Limits, Target
+from compaction.budget import KVStorage, Limits, Target
 from compaction.core_clamp import CoreClamp, clearable
-from compaction.errors import BudgetUnsatisfiable, CompactionError, InvalidPlan
+from compaction.errors import BudgetUnsatisfiable, CompactionError, InvalidPlan, ScoresUnavailable
 from compaction.messages import Message, resolve
 from compaction.plan import Digest, Plan
-from compaction.ports import Counter, Policy, Summary
+from compaction.ports import Counter, Policy, Summary, planned
 from compaction.view import Answers, Applied, Discard, Entry, Failure, Floor, Pin, View
 
-__all__ = ["Decision", "Held", "Oracle", "PolicyId", "Recorder", "decide", "floor_minimum", "policy_id"]
+__all__ = ["Decision", "Held", "Oracle", "PolicyId", "Recorder", "Scores", "decide", "floor_minimum", "policy_id"]
 
+SCORE_DIGITS = 4
+"""Significant digits of a score: ranking must not hang on the order in which a machine adds."""
+_NAMES = {"tokens": "tokens", "kv_bytes": "KV bytes"}
 MIN_GAIN = 0.05
 """Between high water and room a plan must free at least this fraction of room - floor."""
 
@@ -67,7 +71,7 @@ class Decision:
     tokens_before: int
     entries_before: int
     reusable_tokens: int
-    kv_bytes_per_token: int | None
+    storage: KVStorage | None
 
     @property
     def spans(self) -> tuple[Discard, ...]:
@@ -86,7 +90,7 @@ class Decision:
             "policy": self.policy.to_json(),
             "limits": self.limits.to_json(),
             "floor": self.floor.to_json(),
-            "target": {"must": self.target.must, "want": self.target.want, "unit": self.target.unit},
+            "target": self.target.to_json(),
             "rung": self.rung,
             "failures": [failure.to_json() for failure in self.failures],
             "plan": self.plan.to_json(),
@@ -96,17 +100,39 @@ class Decision:
                 for d in self.applied.discards
             ],
             "changed": [list(pair) for pair in self.applied.changed],
-            "before": {"entries": self.entries_before, "tokens": self.tokens_before},
+            "before": {"entries": self.entries_before, "tokens": self.tokens_before, **self._stored_before()},
             "after": {
                 "entries": len(self.applied.entries),
                 "tokens": self.applied.tokens,
                 "reusable_tokens": self.reusable_tokens,
-                "reusable_kv_bytes": self.reusable_tokens * self.kv_bytes_per_token
-                if self.kv_bytes_per_token
-                else None,
-                "low_mark_missed": self.applied.tokens > self.target.want,
+                "reusable_kv_bytes": self.reusable_tokens * self.storage.per_token if self.storage else None,
+                "low_mark_missed": not self.applied.within(self.target),
+                **self._stored_after(),
             },
         }
+
+    def _stored_before(self) -> dict[str, Any]:
+        """Bytes, where the decision is about bytes."""
+        if self.storage is None or not self.in_bytes:
+            return {}
+        return {"kv_bytes": self.storage.bytes(self.tokens_before), "storage": self.storage.name}
+
+    def _stored_after(self) -> dict[str, Any]:
+        """The same, with what a token costs then: reading the log back needs no geometry."""
+        storage = self.applied.storage
+        if storage is None or not self.in_bytes:
+            return {}
+        return {
+            "kv_bytes": self.applied.kv_bytes,
+            "storage": storage.name,
+            "kv_bytes_per_token": storage.per_token,
+            "kv_bytes_fixed": storage.fixed,
+        }
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether it was judged by bytes of KV cache, or changed how they are kept."""
+        return self.target.unit == "kv_bytes" or self.plan.quantizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +142,34 @@ class Held:
     failures: tuple[Failure, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What an engine said the entries are worth, rounded, in the order of the view; `error` where it could not."""
+
+    kind: str
+    values: tuple[float, ...]
+    error: str | None = None
+
+    def by_entry(self, entries: Sequence[Entry]) -> Mapping[str, float]:
+        """The figures by entry id. Raises ScoresUnavailable where there are none."""
+        if self.error is not None:
+            raise ScoresUnavailable(self.kind, self.error)
+        return {entry.id: value for entry, value in zip(entries, self.values, strict=True)}
+
+
 @dataclass
 class Recorder:
-    """A live counter and summariser whose answers are written down in the order they were asked."""
+    """A live counter, summariser and engine whose answers are written down in the order they were asked.
+
+    `score(kind)` gives one figure for each entry of the view that is decided on.
+    """
 
     counter: Counter
     tools: Sequence[Mapping[str, Any]] | None
     summarize: Any = None
+    entries: Sequence[Entry] = ()
+    score: Callable[[str], Sequence[float]] | None = None
+    scored: dict[str, Scores] = field(default_factory=dict)
     answers: list[int] = field(default_factory=list)
     fulfilled: list[Summary] = field(default_factory=list)
 
@@ -141,6 +188,25 @@ class Recorder:
     def text(self, text: str) -> int:
         """Tokens of bare text."""
         return self._note(self.counter.text(text))
+
+    def scores(self, kind: str) -> Mapping[str, float]:
+        """What the entries are worth; measured once, rounded to what another machine would measure too."""
+        if kind not in self.scored:
+            self.scored[kind] = self._measured(kind)
+        return self.scored[kind].by_entry(self.entries)
+
+    def _measured(self, kind: str) -> Scores:
+        if self.score is None:
+            return Scores(kind, (), "there is no engine here that scores")
+        try:
+            values = tuple(_rounded(value) for value in self.score(kind))
+        except Exception as exc:  # noqa: BLE001  a model may fail in any way: it is recorded, the next rung plans
+            return Scores(kind, (), f"{type(exc).__name__}: {_said(exc)}")
+        if len(values) != len(self.entries) or not all(map(math.isfinite, values)):
+            return Scores(
+                kind, (), f"the engine gave {len(values)} figures for {len(self.entries)} entries, or no numbers"
+            )
+        return Scores(kind, values)
 
     def digest(self, action: Digest, view: View) -> Summary:
         """Ask the summariser; its answer is recorded whatever it is."""
@@ -167,10 +233,11 @@ def decide(
     """
     view = replace(view, answers=answers, slack=limits.reserve, clamp_user=limits.clamp_user)
     target = _target(view, limits, trigger)
-    over = view.tokens > target.must
+    over = not view.reaches(target, "must")
+    ladder = [policy, policy]
     if over:
-        _check_floor(view, target.must)
-    ladder = [policy, policy, fallback or CoreClamp()] if over else [policy, policy]
+        narrower = _check_floor(view, target, policy)
+        ladder.append(fallback or CoreClamp(narrower))
     failures: list[Failure] = []
     tried: list[Plan] = []
     for rung, planner in enumerate(ladder, start=1):
@@ -198,20 +265,27 @@ def decide(
                 tokens_before=view.tokens,
                 entries_before=len(view.entries),
                 reusable_tokens=view.head + sum(e.tokens for e in view.entries[view.leading : first]),
-                kv_bytes_per_token=view.kv_bytes_per_token,
+                storage=view.storage,
             )
     if over:
         raise InvalidPlan(
-            f"no plan fits {target.must:,} tokens: " + "; ".join(f"{f.code}: {f.detail}" for f in failures)
+            f"no plan fits {target.must:,} {_NAMES[target.unit]}: "
+            + "; ".join(f"{f.code}: {f.detail}" for f in failures)
         )
     return Held(tuple(failures))
 
 
 def _target(view: View, limits: Limits, trigger: str) -> Target:
-    """Down to the low mark. After a provider's "too long" the window is smaller than stated: low of what there is."""
+    """Down to the low mark, in bytes where they are what limits: figures of the cache as it is kept now.
+
+    After a provider's "too long" the window is smaller than stated: low of what there is, and in tokens.
+    """
     floor, low = view.floor.total, limits.low_mark(view.floor.total)
     if trigger != "overflow":
-        return Target(must=limits.room, want=low)
+        if limits.kv_bytes is None or view.storage is None:
+            return Target(must=limits.room, want=low)
+        cap = None if limits.cap is None else limits.cap - limits.reserve
+        return Target(must=view.storage.bytes(limits.room), want=view.storage.bytes(low), unit="kv_bytes", cap=cap)
     must = min(limits.room, view.tokens - 1)
     return Target(must=must, want=min(low, must, floor + int(limits.low * max(0, view.tokens - floor))))
 
@@ -227,19 +301,40 @@ def floor_minimum(view: View) -> int:
     return view.ask_request([small.get(entry.id, entry) for entry in kept])
 
 
-def _check_floor(view: View, room: int) -> None:
+def _check_floor(view: View, target: Target, policy: Policy) -> str | None:
+    """The storage without which the floor does not fit; None where it fits as the cache is kept.
+
+    Raises BudgetUnsatisfiable where it fits in no storage the policy may choose.
+    """
+    room = target.in_tokens(view.storage).must
     if view.additive and view.floor.total <= room:
-        return
+        return None
     minimum = floor_minimum(view)
-    if minimum > room:
-        raise BudgetUnsatisfiable(minimum, room, view.floor.to_json())
+    if minimum <= room:
+        return None
+    narrowest = _narrowest(view, policy)
+    most = target.in_tokens(narrowest).must if narrowest else room
+    if narrowest is None or minimum > most:
+        raise BudgetUnsatisfiable(minimum, max(room, most), view.floor.to_json())
+    return narrowest.name
+
+
+def _narrowest(view: View, policy: Policy) -> KVStorage | None:
+    """The narrowest storage the policy may turn the cache into; None where there is none."""
+    if view.storage is None:
+        return None
+    names = {need.removeprefix("storage:") for need in policy.needs if need.startswith("storage:")}
+    found = [s for name, s in view.storages.items() if name in names and s.per_token < view.storage.per_token]
+    return min(found, key=lambda storage: (storage.per_token, storage.name), default=None)
 
 
 def _plan(planner: Policy, view: View, target: Target, rung: int, failures: list[Failure]) -> Plan | None:
     try:
-        return _well_formed(planner.plan(view, target))
+        return _well_formed(planned(planner, view, target))
     except InvalidPlan as exc:
         failures.append(Failure(rung, "illegal", str(exc)))
+    except ScoresUnavailable as exc:
+        failures.append(Failure(rung, "no_scores", str(exc)))
     except Exception as exc:  # noqa: BLE001  a third party's policy may raise anything; the decision says what
         failures.append(Failure(rung, "policy_error", f"{type(exc).__name__}: {_said(exc)}"))
     return None
@@ -256,6 +351,10 @@ def _well_formed(plan: object) -> Plan:
         return Plan.from_json(plan.to_json())
     except (AttributeError, TypeError) as exc:
         raise InvalidPlan(f"a plan holds actions: {exc}") from exc
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{SCORE_DIGITS - 1}e}")
 
 
 def _said(exc: Exception) -> str:
@@ -324,13 +423,18 @@ def _oversized(allowed: Mapping[str, int], applied: Applied) -> tuple[str, str] 
 
 def _check(view: View, applied: Applied, target: Target, limits: Limits, *, last: bool) -> tuple[str, str] | None:
     """The first thing wrong with the outcome, as (code, detail)."""
-    if applied.tokens >= view.tokens:
-        return "not_smaller", f"{view.tokens} tokens before, {applied.tokens} after"
-    if view.tokens > target.must and applied.tokens > target.must:
-        return "does_not_fit", f"{applied.tokens} tokens where {target.must} fit"
-    free = limits.room - view.floor.total
-    if view.tokens <= target.must and view.tokens - applied.tokens < MIN_GAIN * free:
-        return "too_little", f"frees {view.tokens - applied.tokens} of {free} tokens"
+    unit, free = _NAMES[target.unit], limits.room - view.floor.total
+    before, after = view.tokens, applied.tokens
+    if target.unit == "kv_bytes" and view.storage is not None:
+        before, after, free = view.kv_bytes or 0, applied.kv_bytes or 0, free * view.storage.per_token
+    if after >= before:
+        return "not_smaller", f"{before} {unit} before, {after} after"
+    over = not view.reaches(target, "must")
+    if over and not applied.within(target, "must"):
+        beside = "" if target.cap is None else f", and {applied.tokens} tokens where {target.cap} do"
+        return "does_not_fit", f"{after} {unit} where {target.must} fit{beside}"
+    if not over and before - after < MIN_GAIN * free:
+        return "too_little", f"frees {before - after} of {free} {unit}"
     if problem := _illegal(view, applied, last=last):
         return "illegal", problem
     for pin in view.pins:

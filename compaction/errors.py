@@ -18,6 +18,7 @@
     │   └── PoolFull               a turn that does not fit the pool beside what cannot be parked
     ├── CounterUnavailable         a tokenizer vocabulary that is not at hand
     ├── SummaryFailed              a summariser returned nothing usable; the original stays
+    ├── ScoresUnavailable          nobody can tell what the entries are worth; another plan is made
     └── LogError                   the log could not do what was asked; nothing left the context
         ├── LogLocked              another process holds the write lock
         ├── LogReadOnly            the file or folder cannot be written
@@ -60,6 +61,7 @@ __all__ = [
     "NotALog",
     "PendingToolCalls",
     "PoolFull",
+    "ScoresUnavailable",
     "SummaryFailed",
 ]
 
@@ -203,6 +205,15 @@ class SummaryFailed(CompactionError):
         super().__init__(f"summary {code}" + (f": {detail}" if detail else ""))
         self.code = code
         self.detail = detail
+
+
+class ScoresUnavailable(CompactionError):
+    """Nobody can tell what the entries are worth. `kind` is the score asked for, `reason` one sentence for the log."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"no {kind} scores: {reason}")
+        self.kind = kind
+        self.reason = reason
 
 
 class LogError(CompactionError):

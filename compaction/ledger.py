@@ -19,14 +19,14 @@ from compaction.errors import InvalidInput, LogConflict, PendingToolCalls
 from compaction.events import Event, Kind, NewEvent, Text, seal
 from compaction.grammar import LEADING
 from compaction.messages import Message, dumps
-from compaction.ports import Clock, Counter, Engine, Ids, Log, Policy, Rng, Summarizer
+from compaction.ports import Clock, Counter, Engine, Ids, Log, Policy, QuantizesKV, Rng, Summarizer
 from compaction.state import State, load
 from compaction.view import Pin
 
 __all__ = ["Build", "Ledger", "Observer", "Settings"]
 
 RETRIES = 16
-SETTINGS = ("policy", "counter", "budget", "window", "user_first", "kv_bytes_per_token")
+SETTINGS = ("policy", "counter", "budget", "window", "user_first", "kv_bytes_per_token", "storages")
 
 Build = Callable[[], tuple[list[NewEvent], list[Text]]]
 """Makes events and their texts out of the current state; called again where somebody else was first."""
@@ -246,6 +246,7 @@ class Ledger:
             "window": {"tokens": window.tokens, "source": window.source} if window else None,
             "engine": engine.name if engine else None,
             "kv_bytes_per_token": engine.kv_bytes_per_token if engine else None,
+            "storages": _storages(engine),
             "user_first": engine.user_first if engine else False,
             "tools": tools.digest.hex() if tools else None,
         }
@@ -268,6 +269,13 @@ class Ledger:
         if shown and (leads or not counter.additive):
             payload["total"] = self.tally.request(shown)
         return [self.event("opened", payload)], texts
+
+
+def _storages(engine: object) -> dict[str, list[int]] | None:
+    """What the engine can quantize a cache to: name -> [bytes a token, bytes besides]."""
+    if not isinstance(engine, QuantizesKV) or not engine.storages:
+        return None
+    return {name: [storage.per_token, storage.fixed] for name, storage in sorted(engine.storages.items())}
 
 
 def _tools_json(tools: Sequence[Mapping[str, Any]]) -> str | None:

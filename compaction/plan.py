@@ -1,6 +1,7 @@
 """Plans: what to do to a view, as data without effects.
 
-Invariant: a plan names entries and code-point ranges of original strings; it holds no counts and has no effects.
+Invariant: a plan names entries, code-point ranges of original strings and storages; it holds no counts and has no
+effects.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from compaction.errors import InvalidPlan
 
-__all__ = ["Action", "Clamp", "Digest", "Drop", "Edit", "Plan", "Replace", "Span", "marker", "summary_text"]
+__all__ = ["Action", "Clamp", "Digest", "Drop", "Edit", "Plan", "Quantize", "Replace", "Span", "marker", "summary_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,18 @@ class Digest:
     reason: str
 
 
-Action = Drop | Clamp | Replace | Digest
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """Keep the conversation's keys and values in a narrower storage from now on: bytes and fidelity go, no word does.
+
+    Source: KIVI (arXiv:2402.02750), KVQuant (arXiv:2401.18079), TurboQuant (arXiv:2504.19874).
+    """
+
+    storage: str
+    reason: str
+
+
+Action = Drop | Clamp | Replace | Digest | Quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,11 @@ class Plan:
     def digests(self) -> tuple[Digest, ...]:
         """The actions that need a summariser."""
         return tuple(action for action in self.actions if isinstance(action, Digest))
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether it changes how the cache is stored."""
+        return any(isinstance(action, Quantize) for action in self.actions)
 
     def to_json(self) -> list[dict[str, Any]]:
         """The plan as plain JSON values, in a fixed order."""
@@ -120,6 +137,8 @@ def _action_to_json(action: Action) -> dict[str, Any]:
             "instruction": action.instruction,
             "reason": action.reason,
         }
+    if isinstance(action, Quantize):
+        return {"do": "quantize", "storage": action.storage, "reason": action.reason}
     where = {"message": action.message_id, "path": action.path, "start": action.start, "end": action.end}
     if isinstance(action, Clamp):
         return {"do": "clamp", **where, "reason": action.reason}
@@ -133,15 +152,22 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
     "clamp": {**_RANGE, "reason": _TEXT},
     "replace": {**_RANGE, "text": _TEXT, "reason": _TEXT},
     "digest": {"entries": _IDS, "max_tokens": _NUMBER, "instruction": _TEXT, "reason": _TEXT},
+    "quantize": {"storage": _TEXT, "reason": _TEXT},
 }
-_MAKE: Mapping[str, Callable[..., Action]] = {"drop": Drop, "clamp": Clamp, "replace": Replace, "digest": Digest}
+_MAKE: Mapping[str, Callable[..., Action]] = {
+    "drop": Drop,
+    "clamp": Clamp,
+    "replace": Replace,
+    "digest": Digest,
+    "quantize": Quantize,
+}
 
 
 def _action_from_json(item: Mapping[str, Any]) -> Action:
     do = item.get("do") if isinstance(item, Mapping) else None
     fields = _FIELDS.get(do) if isinstance(do, str) else None
     if fields is None or not isinstance(do, str):
-        raise InvalidPlan(f"not an action: {item!r}: use drop, clamp, replace or digest")
+        raise InvalidPlan(f"not an action: {item!r}: use drop, clamp, replace, digest or quantize")
     values = [_value(do, name, item.get(name), kind) for name, kind in fields.items()]
     return _MAKE[do](*values)
 

@@ -7,28 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from compaction.budget import Target, Window
+from compaction.budget import KVStorage, Target, Window
 from compaction.events import Event, NewEvent, Text
 from compaction.plan import Plan
 from compaction.view import View
 
 __all__ = [
+    "Apply",
     "Clock",
     "Counter",
+    "Divergence",
     "Engine",
     "Generated",
     "Generation",
     "Ids",
     "Log",
     "Policy",
+    "Quantized",
+    "QuantizesKV",
     "Rng",
+    "ScoresEntries",
     "Summarizer",
     "Summary",
     "Usage",
+    "planned",
 ]
 
+Apply = Literal["exact", "splice"]
+"""How a plan reaches a live cache: longest common prefix and prefill of the rest, or edits in place."""
 Clock = Callable[[], str]
 """Now, as UTC ISO 8601 text with microseconds."""
 Ids = Callable[[str, int], str]
@@ -105,7 +113,8 @@ class Usage:
     `prefilled` + `reused` = `prompt_tokens`. `peak_tokens` is the largest cache length of any forward pass. Bytes are
     measured from the tensors' storages (None where the engine is remote). `why` says why tokens were prefilled that
     stood in the cache before: "" (only new ones), "first", "compaction", "edited", "template", "retokenized",
-    "uncroppable" (a sliding or stateful layer could not be cut back).
+    "uncroppable" (a sliding or stateful layer could not be cut back), "spliced" (it had been edited in place).
+    `applied` says how the cache was brought to the prompt (docs/splice.md); None where the engine does not tell.
     """
 
     prompt_tokens: int
@@ -118,6 +127,7 @@ class Usage:
     ttft_ms: float | None
     tpot_ms: float | None
     why: str = ""
+    applied: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain JSON values, in a fixed order."""
@@ -194,10 +204,118 @@ class Engine(Protocol):
         """Free the conversation's cache; the next turn prefills again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What keeping a conversation's cache in another storage did.
+
+    Bytes are measured from the tensors' storages; both are 0 where the cache was empty. The errors are those of the
+    keys and values that were converted, root mean square relative to their own; None where nothing was converted, but
+    the cache dropped, to be prefilled again.
+    """
+
+    storage: str
+    bytes_before: int
+    bytes_after: int
+    key_error: float | None = None
+    value_error: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain JSON values, in a fixed order."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@runtime_checkable
+class QuantizesKV(Protocol):
+    """What an engine that can keep caches in narrower storages adds to `Engine`."""
+
+    @property
+    def storages(self) -> Mapping[str, KVStorage]:
+        """Narrower storages by name, each with what it costs at most."""
+
+    def quantize(self, conversation: str, storage: str) -> Quantized:
+        """Keep the conversation's cache so from now on: what it holds is converted in place, or dropped.
+
+        `storage` "" is the model's own number format. Asking for what is the case already changes nothing.
+        """
+
+
+@runtime_checkable
+class ScoresEntries(Protocol):
+    """What an engine that can tell what messages are worth adds to `Engine`."""
+
+    def scores(
+        self,
+        conversation: str,
+        kind: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Sequence[float]:
+        """One figure for each message, higher is worth more; what `generate` would be sent stays as it is.
+
+        Raises EngineError for a kind it does not know or a model it cannot score.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far a live cache is from a fresh prefill of the same ids, over the next `tokens` tokens.
+
+    `kl` is the mean KL divergence of the live distribution from the fresh one, nats per token; `top1` the fraction of
+    tokens at which both have the same favourite.
+    """
+
+    kl: float
+    top1: float
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain JSON values, KL to six digits."""
+        return {"kl": round(self.kl, 6), "top1": round(self.top1, 4), "tokens": self.tokens}
+
+
+@runtime_checkable
+class SplicingEngine(Engine, Protocol):
+    """An engine that can edit its live caches in place."""
+
+    def generate(
+        self,
+        conversation: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        max_new_tokens: int,
+        apply: Apply = "exact",
+    ) -> Generation:
+        """As `Engine.generate`; with `apply="splice"`, edited in place where that can be done, else exact."""
+
+    def summarize(
+        self,
+        conversation: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        instruction: str,
+        *,
+        need: int,
+        max_new_tokens: int,
+        limit: int,
+    ) -> Generated:
+        """Answer an instruction behind what the live cache holds, at least `need` messages, and take it out again.
+
+        Raises CannotSplice where that cannot be done within `limit` tokens.
+        """
+
+    def purge(self, conversation: str) -> int:
+        """Compute afresh whatever carries traces of text that was evicted; returns how many tokens were fed."""
+
+    def divergence(self, conversation: str, tokens: int = 8) -> Divergence:
+        """How far the live cache is from a fresh prefill, which is made for the purpose beside it."""
+
+
 class Policy(Protocol):
     """A pure function from a read-only view and a target to a plan.
 
-    Equal views and targets give equal plans, whatever the hash seed, thread count or Python.
+    Equal views and targets give equal plans, whatever the hash seed, thread count or Python. A policy that understands
+    targets in KV bytes says so: `units = frozenset({"tokens", "kv_bytes"})`; any other is given them in tokens.
     """
 
     @property
@@ -210,7 +328,7 @@ class Policy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What must be at hand for it: "summarizer", or what the session has to measure before planning."""
+        """What it may use: "summarizer"; "storage:NAME" to quantize to; "scores:KIND" of the entries."""
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -238,3 +356,9 @@ class Summarizer(Protocol):
 
     def __call__(self, source: str, *, instruction: str, max_tokens: int, limit: int) -> Summary:
         """Summarise `source` in at most `max_tokens`; no forward pass of its own may exceed `limit` tokens."""
+
+
+def planned(policy: Policy, view: View, target: Target) -> Plan:
+    """The policy's plan, asked for in a unit it understands."""
+    units = getattr(policy, "units", ("tokens",))
+    return policy.plan(view, target if target.unit in units else target.in_tokens(view.storage))

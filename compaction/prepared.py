@@ -36,8 +36,7 @@ class Prepared:
     @classmethod
     def of(cls, state: State, tools: Sequence[Mapping[str, Any]] | None, decision: Decision | None) -> Prepared:
         """The state's view as it stands; costs the same however long it is."""
-        per_token = state.opened.get("kv_bytes_per_token")
-        kv_bytes = state.tokens * per_token if per_token else None
+        kv_bytes = state.storage.bytes(state.tokens) if state.storage else None
         return cls(state.tokens, kv_bytes, decision, state.entries, len(state.entries), state.history, tools)
 
     @property

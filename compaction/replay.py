@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compaction.budget import Limits
-from compaction.decide import Decision, decide
+from compaction.decide import Decision, Scores, decide
 from compaction.errors import BudgetUnsatisfiable, CompactionError, InvalidPolicy, LogMissing
 from compaction.events import Event
 from compaction.messages import canonical
@@ -18,7 +18,7 @@ from compaction.plan import Digest
 from compaction.plugins import make_policy
 from compaction.ports import Log, Policy, Summary
 from compaction.state import State, load, without_refs
-from compaction.view import View
+from compaction.view import Entry, View
 
 __all__ = ["Replay", "Verdict", "replay"]
 
@@ -35,8 +35,11 @@ class _Player:
 
     answers: Sequence[int]
     fulfilled: Sequence[Summary]
+    scored: Mapping[str, Scores]
+    entries: Sequence[Entry]
     asked: int = 0
     digests: int = 0
+    used: set[str] = field(default_factory=set)
 
     def _next(self) -> int:
         if self.asked == len(self.answers):
@@ -59,6 +62,13 @@ class _Player:
         del text
         return self._next()
 
+    def scores(self, kind: str) -> Mapping[str, float]:
+        """The recorded scores of this kind."""
+        if kind not in self.scored:
+            raise _Diverged(f"asks for {kind} scores, which were not recorded")
+        self.used.add(kind)
+        return self.scored[kind].by_entry(self.entries)
+
     def digest(self, action: Digest, view: View) -> Summary:
         """The next recorded summary."""
         del action, view
@@ -69,6 +79,8 @@ class _Player:
 
     def left(self) -> str:
         """Which recorded answers nobody asked for; "" where all were."""
+        if unused := sorted(self.scored.keys() - self.used):
+            return f"does not ask for the {unused[0]} scores recorded"
         if (self.asked, self.digests) == (len(self.answers), len(self.fulfilled)):
             return ""
         return f"asks for {self.asked} of the {len(self.answers)} counts recorded"
@@ -151,6 +163,7 @@ def _again(log: Log, state: State, event: Event, make: MakePolicy) -> Verdict:
             Summary(log.text(bytes.fromhex(item["text"]["t"])), item["finish_reason"])
             for item in event.payload.get("fulfilled", ())
         ]
+        scored = {item["kind"]: _scores(log, item) for item in event.payload.get("scores", ())}
     except LogMissing as exc:
         return verdict("not_replayable", f"redacted: {exc}")
     named = recorded["policy"]
@@ -162,10 +175,11 @@ def _again(log: Log, state: State, event: Event, make: MakePolicy) -> Verdict:
         return verdict(
             "not_replayable", f"policy {named['name']!r} is version {policy.version}, not {named['version']}"
         )
-    player = _Player(recorded["answers"], fulfilled)
+    view = state.view()
+    player = _Player(recorded["answers"], fulfilled, scored, view.entries)
     limits = Limits.from_json(recorded["limits"])
     try:
-        outcome = decide(state.view(), limits, policy, player, trigger=recorded["trigger"])
+        outcome = decide(view, limits, policy, player, trigger=recorded["trigger"])
     except (_Diverged, BudgetUnsatisfiable, CompactionError) as exc:
         return verdict("different", f"policy {named['name']!r} {exc}")
     if not isinstance(outcome, Decision):
@@ -177,6 +191,11 @@ def _again(log: Log, state: State, event: Event, make: MakePolicy) -> Verdict:
     if left := player.left():
         return verdict("different", f"policy {named['name']!r} {left}")
     return verdict("identical")
+
+
+def _scores(log: Log, item: Mapping[str, Any]) -> Scores:
+    error = item["error"]
+    return Scores(item["kind"], tuple(item["values"]), None if error is None else log.text(bytes.fromhex(error["t"])))
 
 
 def _short(value: Any) -> str:

@@ -146,10 +146,12 @@ class Session:
         """The figures one request has to keep."""
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise InvalidInput(f"max_new_tokens must be a whole number of tokens, not {max_new_tokens!r}")
-        settings = self._ledger.settings
-        per_token = settings.engine.kv_bytes_per_token if settings.engine else None
+        settings, storage = self._ledger.settings, self.state.storage
         return settings.budget.limits(
-            window=settings.window, max_new_tokens=max_new_tokens, kv_bytes_per_token=per_token
+            window=settings.window,
+            max_new_tokens=max_new_tokens,
+            kv_bytes_per_token=storage.per_token if storage else None,
+            kv_bytes_fixed=storage.fixed if storage else 0,
         )
 
     def prepare(self, *, max_new_tokens: int = 0, trigger: str = "auto") -> Prepared:

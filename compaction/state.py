@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from compaction.applying import apply_plan
-from compaction.budget import Limits
+from compaction.budget import KVStorage, Limits
 from compaction.errors import InvalidInput, InvalidMessage, LogMissing
 from compaction.events import Event
 from compaction.grammar import LEADING, Batch, follow
@@ -45,6 +45,8 @@ class State:
         self._rows: list[Unit] = []
         self._row_of: dict[str, int] = {}
         self.pins: list[Pin] = []
+        self.storage: KVStorage | None = None
+        self.storages: Mapping[str, KVStorage] = {}
         self.head: tuple[int, int, int] = (0, 0, 0)
         self.tokens = 0
         self.leading = 0
@@ -83,12 +85,21 @@ class State:
         if any(payload[key] != self.opened.get(key) for key in ("policy", "budget")):
             self.held_at = None  # what held one policy back says nothing of another
         self.opened = payload
+        self._open_storages(payload)
         self.tools_text = text_of(bytes.fromhex(payload["tools"])) if payload["tools"] else None
         self.head = _head(payload)
         self.tokens = payload["total"]
         counts = dict(payload.get("recounted", ()))
         if counts:
             self._replace([replace(e, tokens=counts.get(e.id, e.tokens)) for e in self.entries])
+
+    def _open_storages(self, payload: Mapping[str, Any]) -> None:
+        """What the engine can keep; a conversation that was quantized stays so where this engine knows the storage."""
+        given = payload.get("storages") or {}
+        self.storages = {name: KVStorage(name, per_token, fixed) for name, (per_token, fixed) in given.items()}
+        per_token = payload.get("kv_bytes_per_token")
+        held = self.storages.get(self.storage.name) if self.storage is not None else None
+        self.storage = held or (KVStorage("", per_token) if per_token else None)
 
     def _append(self, message: Message, payload: Mapping[str, Any]) -> None:
         batch = follow(self.batch, message)
@@ -129,7 +140,10 @@ class State:
         plan = Plan.from_json(full["plan"])
         applied = apply_plan(self.entries, self.history, plan, full["summaries"], lambda entry: counts[entry.id])
         self._replace([replace(e, tokens=counts.get(e.id, e.tokens)) for e in applied.entries])
-        self.tokens = payload["after"]["tokens"]
+        after = payload["after"]
+        self.tokens = after["tokens"]
+        if plan.quantizes:
+            self.storage = KVStorage(after["storage"], after["kv_bytes_per_token"], after["kv_bytes_fixed"])
         self.held_at = None
         self.decisions += 1
 
@@ -189,7 +203,6 @@ class State:
         rows = self._rows.copy()
         for unit in kept:
             rows[self._row_of[unit]] = replace(rows[self._row_of[unit]], kept=True)
-        per_token = self.opened.get("kv_bytes_per_token")
         return View(
             entries=tuple(self.entries),
             messages=self.history,
@@ -203,7 +216,8 @@ class State:
             newest_batch=self.newest_batch,
             additive=self.additive,
             user_first=bool(self.opened.get("user_first", False)),
-            kv_bytes_per_token=per_token,
+            storage=self.storage,
+            storages=self.storages,
             known_units=tuple(rows),
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+from compaction.errors import ScoresUnavailable
 from compaction.messages import Message, dumps, leaves, resolve
 from compaction.plan import Span
 from compaction.ports import Summary
@@ -82,10 +83,14 @@ class FakeCounter:
 
 @dataclass
 class FakeAnswers:
-    """A counter as a view asks it; `asked` counts the questions, `characters` the text that was encoded for them."""
+    """A counter as a view asks it; `asked` counts the questions, `characters` the text that was encoded for them.
+
+    `worth` holds the scores of entries, by kind and then by id.
+    """
 
     counter: FakeCounter = field(default_factory=FakeCounter)
     tools: Sequence[Mapping[str, Any]] | None = None
+    worth: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     asked: int = 0
     characters: int = 0
 
@@ -103,6 +108,12 @@ class FakeAnswers:
         """Tokens of bare text."""
         self._note((text,))
         return self.counter.text(text)
+
+    def scores(self, kind: str) -> Mapping[str, float]:
+        """What was given as `worth`."""
+        if kind not in self.worth:
+            raise ScoresUnavailable(kind, "none were given")
+        return self.worth[kind]
 
     def _note(self, texts: Iterable[str]) -> None:
         self.asked += 1

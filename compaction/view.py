@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
 
 from compaction.applying import Applied, Discard, apply_plan
+from compaction.budget import Goal, KVStorage, Target
 from compaction.entries import Entry, Failure, Floor, Pin, Unit
 from compaction.errors import InvalidPlan
 from compaction.grammar import LEADING, CutRule, UserFirst, WholeUnits, legal_cuts
 from compaction.messages import Message
-from compaction.plan import Clamp, Digest, Drop, Edit, Plan, Replace, summary_text
+from compaction.plan import Clamp, Digest, Drop, Edit, Plan, Quantize, Replace, summary_text
 
 __all__ = ["Answers", "Applied", "Discard", "Entry", "Failure", "Floor", "Pin", "Unit", "View"]
 
@@ -35,6 +36,12 @@ class Answers(Protocol):
     def text(self, text: str) -> int:
         """Tokens of bare text."""
 
+    def scores(self, kind: str) -> Mapping[str, float]:
+        """What the cache says each entry is worth, by entry id; higher is worth more.
+
+        Raises ScoresUnavailable where nobody can tell.
+        """
+
 
 @dataclass(frozen=True)
 class View:
@@ -42,7 +49,8 @@ class View:
 
     `messages` holds the originals by id; `head` is the tokens of everything but the entries after the leading ones;
     `keep` the ids that must stay; `leading` how many entries lead; `failures` why earlier plans were not taken;
-    `known_units` are the units where somebody has counted them already.
+    `known_units` are the units where somebody has counted them already. `storage` is how the conversation's keys and
+    values are kept (None: no geometry is known), `storages` the narrower ones the engine could turn it into, by name.
     """
 
     entries: tuple[Entry, ...]
@@ -58,7 +66,8 @@ class View:
     additive: bool = True
     user_first: bool = False
     clamp_user: bool = False
-    kv_bytes_per_token: int | None = None
+    storage: KVStorage | None = None
+    storages: Mapping[str, KVStorage] = field(default_factory=dict)
     slack: int = 0
     failures: tuple[Failure, ...] = ()
     answers: Answers | None = None
@@ -72,7 +81,11 @@ class View:
     @property
     def kv_bytes(self) -> int | None:
         """Bytes of KV cache the request fills; None where no geometry is known."""
-        return None if self.kv_bytes_per_token is None else self.tokens * self.kv_bytes_per_token
+        return None if self.storage is None else self.storage.bytes(self.tokens)
+
+    def reaches(self, target: Target, goal: Goal = "want") -> bool:
+        """Whether the request is down to the target already, or to what it must be down to."""
+        return target.met(self.tokens, self.storage, goal)
 
     @cached_property
     def rules(self) -> tuple[CutRule, ...]:
@@ -147,6 +160,7 @@ class View:
         """As `after`, with the summaries' texts, in the order of the plan's digests."""
         applied = apply_plan(self.entries, self.messages, plan, summaries, self._count)
         self._check_allowed(plan)
+        storage = self._stored(plan)
         if self.additive and not (self._leads(self.entries) or self._leads(applied.entries)):
             old = {entry.id: entry.tokens for entry in self.entries}
             tokens = self.tokens + sum(entry.tokens for entry in applied.entries) - sum(old.values())
@@ -156,7 +170,7 @@ class View:
             tokens = self._asked.request(rendered) + sum(held)
         else:
             tokens = self._asked.request([entry.render(self.messages) for entry in applied.entries])
-        return replace(applied, tokens=tokens)
+        return replace(applied, tokens=tokens, storage=storage)
 
     def _leads(self, entries: Sequence[Entry]) -> bool:
         """Whether a later system message stands first: rendered as a leading one, its count does not add up."""
@@ -165,7 +179,14 @@ class View:
     def advance(self, plan: Plan) -> View:
         """The view as it would be after a plan; summaries not written yet are entries with the text ""."""
         applied = self.after(plan)
-        return replace(self, entries=applied.entries, tokens=applied.tokens, known_units=None)
+        return replace(self, entries=applied.entries, tokens=applied.tokens, storage=applied.storage, known_units=None)
+
+    def scores(self, kind: str) -> Mapping[str, float]:
+        """What the cache says each entry is worth, by entry id; higher is worth more. Measured once for a decision.
+
+        A policy that asks names `scores:KIND` among its `needs`. Raises ScoresUnavailable where nobody can tell.
+        """
+        return self._asked.scores(kind)
 
     def by_id(self, entry_id: str) -> Entry:
         """The entry of that id. Raises InvalidPlan where there is none."""
@@ -211,6 +232,23 @@ class View:
             shown = replace(entry, text=summary_text("", len(entry.stands_for))) if entry.text == "" else entry
             self._counted[key] = self._asked.message(shown.render(self.messages))
         return self._counted[key]
+
+    def _stored(self, plan: Plan) -> KVStorage | None:
+        """How the cache is kept after the plan. Raises InvalidPlan for a storage that cannot be, or is no narrower."""
+        wanted = [action.storage for action in plan.actions if isinstance(action, Quantize)]
+        if not wanted:
+            return self.storage
+        if len(wanted) > 1:
+            raise InvalidPlan(f"a plan quantizes once, not to {', '.join(map(repr, wanted))}")
+        found = self.storages.get(wanted[0])
+        if self.storage is None or not self.storages:
+            raise InvalidPlan(f"storage {wanted[0]!r}: there is no engine here that can quantize its cache")
+        if found is None:
+            raise InvalidPlan(f"storage {wanted[0]!r} is unknown: the engine has {', '.join(sorted(self.storages))}")
+        if found.per_token >= self.storage.per_token:
+            held = repr(self.storage.name) if self.storage.name else "the model's own number format"
+            raise InvalidPlan(f"storage {found.name!r} is no narrower than {held}, in which the cache is kept")
+        return found
 
     def _check_allowed(self, plan: Plan) -> None:
         gone = [i for action in plan.actions if isinstance(action, Drop | Digest) for i in action.entries]

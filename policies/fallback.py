@@ -11,7 +11,7 @@ from typing import Any
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
 from compaction.plan import Plan
-from compaction.ports import Policy, Summarizer
+from compaction.ports import Policy, Summarizer, planned
 from compaction.view import View
 
 __all__ = ["Fallback"]
@@ -34,6 +34,7 @@ class Fallback:
 
     name = "fallback"
     version = 1
+    units = frozenset({"tokens", "kv_bytes"})
 
     def __post_init__(self) -> None:
         for field, policy in (("first", self.first), ("second", self.second)):
@@ -62,7 +63,7 @@ class Fallback:
     def plan(self, view: View, target: Target) -> Plan:
         """The plan of one of the two."""
         if view.failures:
-            return self.second.plan(view, target)
-        plan = self.first.plan(view, target)
-        tokens = view.after(plan).tokens if plan.actions else view.tokens
-        return plan if tokens <= target.must else self.second.plan(view, target)
+            return planned(self.second, view, target)
+        plan = planned(self.first, view, target)
+        fits = view.after(plan).within(target, "must") if plan.actions else view.reaches(target, "must")
+        return plan if fits else planned(self.second, view, target)

@@ -11,8 +11,8 @@ from typing import Any
 
 from compaction.budget import Target
 from compaction.errors import InvalidPolicy
-from compaction.plan import Action, Clamp, Digest, Drop, Plan, Replace
-from compaction.ports import Policy, Summarizer
+from compaction.plan import Action, Clamp, Digest, Drop, Plan, Quantize, Replace
+from compaction.ports import Policy, Summarizer, planned
 from compaction.view import Pin, View
 
 __all__ = ["Pipeline", "merge"]
@@ -34,6 +34,7 @@ class Pipeline:
 
     name = "pipeline"
     version = 1
+    units = frozenset({"tokens", "kv_bytes"})
 
     def __post_init__(self) -> None:
         given: object = self.stages  # a caller without a type checker may hand in anything
@@ -64,9 +65,9 @@ class Pipeline:
         """The stages' plans, merged."""
         merged, left, made = Plan(), view, dict[str, Digest]()
         for stage in self.stages:
-            if left.tokens <= target.want:
+            if left.reaches(target):
                 break
-            then = stage.plan(left, target)
+            then = planned(stage, left, target)
             if not then.actions:
                 continue
             merged = merge(merged, then, made, view.pins)
@@ -89,7 +90,7 @@ def merge(first: Plan, then: Plan, made: Mapping[str, Digest], pins: Sequence[Pi
     """One plan for two: `then` was made for the view after `first`; `made` maps derived entries to their digests.
 
     What `then` drops or digests loses its earlier edit; a digest of `first` that goes again gives its entries to the
-    action that takes it; two edits of one entry become one.
+    action that takes it; two edits of one entry become one; of two storages the later, narrower one holds.
     """
     undone: list[Digest] = []
     taken: set[str] = set()
@@ -101,6 +102,8 @@ def merge(first: Plan, then: Plan, made: Mapping[str, Digest], pins: Sequence[Pi
             entries = tuple(j for i in action.entries for j in (made[i].entries if i in made else (i,)))
             taken.update(entries)
             later.append(replace(action, entries=entries))
+        elif isinstance(action, Quantize):
+            later.append(action)
         else:
             taken.add(action.message_id)
             earlier = edits.get(action.message_id)
@@ -108,7 +111,9 @@ def merge(first: Plan, then: Plan, made: Mapping[str, Digest], pins: Sequence[Pi
     kept = [
         action
         for action in first.actions
-        if action not in undone and not (isinstance(action, Clamp | Replace) and action.message_id in taken)
+        if action not in undone
+        and not (isinstance(action, Clamp | Replace) and action.message_id in taken)
+        and not (isinstance(action, Quantize) and then.quantizes)
     ]
     return Plan((*kept, *later))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -189,3 +190,16 @@ def test_nothing_heavy_is_loaded(tmp_path: Path, root: Path) -> None:
     )
 
     assert done.stdout.splitlines()[1] == "[]"
+
+
+def test_a_log_written_before_targets_were_in_bytes_replays(tmp_path: Path, root: Path) -> None:
+    """Its decisions under a budget of KV bytes were judged in tokens, and come out the same bytes again."""
+    path = tmp_path / "old.db"
+    path.write_bytes(gzip.decompress((root / "tests/recorded/kv_budget_0_1.db.gz").read_bytes()))
+
+    with AuditLog(path, readonly=True) as log:
+        result, decisions = replay(log, [row.conversation for row in log.conversations()]), log.decisions()
+
+    assert {row.limits["source"] for row in decisions} == {"budget kv_bytes"}
+    assert {row.target["unit"] for row in decisions} == {"tokens"}
+    assert result.count("identical") == len(decisions) == 18, result.to_json()
