@@ -13,6 +13,7 @@
     ├── EngineError                a model that cannot be loaded, or a request it cannot take
     │   ├── ModelNotFound
     │   ├── CannotRotate           keys whose position cannot be changed in place
+    │   ├── CannotScore            slots that cannot be scored by attention head
     │   ├── CannotSplice           an edit of a live cache that its layers do not allow; nothing was changed
     │   ├── CacheRefused           a parked cache that must not be used; it is prefilled instead
     │   └── PoolFull               a turn that does not fit the pool beside what cannot be parked
@@ -39,6 +40,7 @@ __all__ = [
     "BudgetUnsatisfiable",
     "CacheRefused",
     "CannotRotate",
+    "CannotScore",
     "CannotSplice",
     "CompactionCancelled",
     "CompactionError",
@@ -189,6 +191,14 @@ class PoolFull(EngineError):
         self.needed = needed
         self.budget = budget
         self.busy = busy
+
+
+class CannotScore(EngineError):
+    """Slots of a live cache that cannot be scored by attention head; nothing was changed. `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"slots cannot be scored: {reason}; evict by age, or whole messages, instead")
+        self.reason = reason
 
 
 class CounterUnavailable(CompactionError):
