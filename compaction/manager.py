@@ -21,7 +21,19 @@ from compaction.fulfil import CallableSummarizer, EngineSummarizer
 from compaction.ledger import Settings
 from compaction.middleware import Wrapper
 from compaction.policies import default_policy
-from compaction.ports import Clock, Counter, Engine, Ids, Log, Policy, Rng, Summarizer
+from compaction.ports import (
+    Apply,
+    Clock,
+    Counter,
+    Engine,
+    Ids,
+    Log,
+    Policy,
+    QuantizesKV,
+    Rng,
+    SplicingEngine,
+    Summarizer,
+)
 from compaction.session import Session
 from compaction.store import MemoryLog
 from compaction.tokens import default_counter
@@ -53,6 +65,10 @@ class SessionManager:
         counter: None: the engine's, else tiktoken where its vocabulary is at hand, else a labelled estimate.
         window: tokens the model can hold; None: what the engine says.
         summarizer: named callable for policies that summarise; None: the policy's own, else the engine.
+        apply: how a decision reaches the engine's live cache: "exact" prefills what follows the first change, "splice"
+            evicts and inserts in place (docs/splice.md), and falls back to exact where that cannot be done.
+        divergence_rate: the fraction of spliced turns, drawn by `rng`, whose divergence from exact is measured and
+            logged; each costs a prefill and a second cache for the moment.
         clock, ids, rng: injected for determinism.
     """
 
@@ -66,6 +82,8 @@ class SessionManager:
         *,
         window: int | None = None,
         summarizer: Summarizer | None = None,
+        apply: Apply = "exact",
+        divergence_rate: float = 0.0,
         clock: Clock = utc_now,
         ids: Ids = message_id,
         rng: Rng = secrets.token_bytes,
@@ -74,6 +92,8 @@ class SessionManager:
             raise InvalidBudget("a manager needs budget=Budget(tokens=…) or Budget(kv_bytes=…)")
         policy = policy if policy is not None else default_policy()
         _check_parts(policy, budget, log, counter)
+        _check_apply(apply, engine, divergence_rate)
+        _check_storages(policy, engine)
         if budget.kv_bytes is not None and not (engine and engine.kv_bytes_per_token):
             raise InvalidBudget(
                 "kv_bytes needs an engine that knows the bytes of a token: pass engine=…, or use tokens="
@@ -90,6 +110,8 @@ class SessionManager:
             engine=engine,
             window=stated or (engine.window if engine else None),
             summarizer=_summarizer(policy, engine, summarizer),
+            apply=apply,
+            divergence_rate=divergence_rate,
         )
         self._sessions: dict[str, Session] = {}
         self._lock = threading.RLock()
@@ -142,6 +164,28 @@ def _check_parts(policy: Policy, budget: Budget, log: Log | None, counter: Count
         raise InvalidInput(f"log is a log, for example AuditLog('audit.db'), not {log!r}")
     if counter is not None and not callable(getattr(counter, "request", None)):
         raise InvalidInput(f"counter is a counter, for example TiktokenCounter(), not {counter!r}")
+
+
+def _check_storages(policy: Policy, engine: object) -> None:
+    """Raises InvalidPolicy for a storage that the engine, which can quantize, does not have."""
+    if not isinstance(engine, QuantizesKV) or not engine.storages:
+        return
+    for need in sorted(getattr(policy, "needs", ())):
+        if need.startswith("storage:") and need.removeprefix("storage:") not in engine.storages:
+            raise InvalidPolicy(
+                f"policy {policy.name!r} wants {need.removeprefix('storage:')!r}: "
+                f"the engine can store a cache as {', '.join(sorted(engine.storages))}"
+            )
+
+
+def _check_apply(apply: str, engine: Engine | None, divergence_rate: float) -> None:
+    """Raises InvalidInput where caches cannot be edited as asked for."""
+    if apply not in ("exact", "splice"):
+        raise InvalidInput(f"apply is 'exact' or 'splice', not {apply!r}")
+    if apply == "splice" and not isinstance(engine, SplicingEngine):
+        raise InvalidInput("apply='splice' needs an engine that holds live caches: pass engine=TransformersEngine(…)")
+    if isinstance(divergence_rate, bool) or not 0 <= divergence_rate <= 1:
+        raise InvalidInput(f"divergence_rate is {divergence_rate!r}: give a fraction of turns, 0 to 1")
 
 
 def _summarizer(policy: Policy, engine: Engine | None, given: Summarizer | None) -> Summarizer | None:

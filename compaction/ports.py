@@ -232,10 +232,11 @@ class QuantizesKV(Protocol):
     def storages(self) -> Mapping[str, KVStorage]:
         """Narrower storages by name, each with what it costs at most."""
 
-    def quantize(self, conversation: str, storage: str) -> Quantized:
+    def quantize(self, conversation: str, storage: str) -> Quantized | None:
         """Keep the conversation's cache so from now on: what it holds is converted in place, or dropped.
 
-        `storage` "" is the model's own number format. Asking for what is the case already changes nothing.
+        `storage` "" is the model's own number format. None: it was kept so already, and nothing changed.
+        Raises EngineError where memory does not suffice; the cache is empty then, and kept so from the next token on.
         """
 
 

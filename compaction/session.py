@@ -20,7 +20,7 @@ from compaction.errors import CompactionCancelled, EngineError, InvalidInput
 from compaction.events import NewEvent
 from compaction.ledger import Ledger, Settings
 from compaction.messages import dumps, resolve, validate
-from compaction.ports import Generated, Generation, Usage
+from compaction.ports import Divergence, Engine, Generated, Generation, QuantizesKV, SplicingEngine, Usage
 from compaction.prepared import Prepared, Reply, SessionUsage
 from compaction.responses import message_of, usage_of
 from compaction.state import State, check_known
@@ -29,6 +29,7 @@ from compaction.view import Entry, Pin
 __all__ = ["Session"]
 
 HOOKS = ("before_compaction", "after_compaction", "compaction_failed")
+DIVERGENCE_TOKENS = 8
 CALIBRATE_ABOVE = 0.05
 """An estimate that is off by more than this fraction of the reported prompt tokens is scaled."""
 
@@ -43,6 +44,7 @@ class Session:
         self._hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in HOOKS}
         self._last_usage: Usage | None = None
         self._reanchor = self._ledger.resumed
+        self._applied: dict[str, Any] = {}
 
     @property
     def state(self) -> State:
@@ -221,9 +223,9 @@ class Session:
             for _ in self._pieces(generation):
                 pass
             made = _finished(generation)
+            usage, events = self._used(made.usage, prepared)
             if self._ledger.settings.engine is not None:
                 self._ledger.settings.engine.forget_reply(self.id)
-            usage, events = self._used(made.usage, prepared)
             self._ledger.note_text("probe", made.text, events, finish_reason=made.finish_reason)
             return Reply("", made.text, made.finish_reason, usage, prepared.decision)
 
@@ -233,12 +235,27 @@ class Session:
             raise InvalidInput("this session has no engine: use prepare() and record(), or SessionManager(engine=…)")
         with self._ledger.lock:
             prepared = self.prepare(max_new_tokens=max_new_tokens)
+            self._store()
             self.started(prepared, max_new_tokens)
         try:
-            return engine.generate(self.id, prepared.messages, prepared.tools, max_new_tokens=max_new_tokens), prepared
+            return self._generation(engine, prepared, max_new_tokens), prepared
         except BaseException:
             self.interrupt("")
             raise
+
+    def _store(self) -> None:
+        """Have the engine keep the cache as the decisions say, before anything is fed; after a resume as well."""
+        engine: object = self._ledger.settings.engine
+        if isinstance(engine, QuantizesKV) and self.state.storage is not None:
+            changed = engine.quantize(self.id, self.state.storage.name)
+            if changed is not None:
+                self._applied["quantize"] = changed.to_json()
+
+    def _generation(self, engine: Engine, prepared: Prepared, max_new_tokens: int) -> Generation:
+        messages, tools, splicing = prepared.messages, prepared.tools, self._ledger.settings.splicing
+        if splicing is not None:
+            return splicing.generate(self.id, messages, tools, max_new_tokens=max_new_tokens, apply="splice")
+        return engine.generate(self.id, messages, tools, max_new_tokens=max_new_tokens)
 
     def started(self, prepared: Prepared, max_new_tokens: int) -> None:
         """Write that a generation of this request begins; before its first token, so that a crash is visible."""
@@ -267,12 +284,54 @@ class Session:
         """The usage with why tokens were prefilled again, where the session knows better, and its events."""
         if prepared.decision is not None and usage.reused:
             usage = replace(usage, why="compaction")
+        usage = self._with_applied(usage)
         self._last_usage = usage
         events = [self._ledger.event("usage", usage.to_json())]
         if self._reanchor and usage.reused == 0:
             events.append(self._ledger.event("reanchored", {"reason": "resumed", "tokens": usage.prefilled}))
+        elif again := (usage.applied or {}).get("reanchored"):
+            events.append(self._ledger.event("reanchored", {"reason": "drift", "tokens": again}))
         self._reanchor = False
         return usage, events
+
+    def _with_applied(self, usage: Usage) -> Usage:
+        """The usage with what the session did to the cache, and, where this turn is drawn for it, the divergence."""
+        more, self._applied = self._applied, {}
+        if (usage.applied or {}).get("how") == "splice" and self._sampled():
+            left = self.limits().limit - usage.prompt_tokens - usage.completion_tokens
+            more["divergence"] = self.divergence(max(1, min(DIVERGENCE_TOKENS, left))).to_json()
+        return replace(usage, applied={**(usage.applied or {}), **more}) if more else usage
+
+    def _sampled(self) -> bool:
+        rate = self._ledger.settings.divergence_rate
+        return rate > 0 and int.from_bytes(self._ledger.settings.rng(4), "big") < rate * 2**32
+
+    # -- the live cache -------------------------------------------------------------------------------------------
+
+    def divergence(self, tokens: int = DIVERGENCE_TOKENS) -> Divergence:
+        """How far the live cache is from a fresh prefill of its ids, over the next `tokens` tokens.
+
+        Raises InvalidInput where nothing is spliced here, EngineError where the engine holds nothing.
+        """
+        return self._splicing().divergence(self.id, tokens)
+
+    def purge(self) -> int:
+        """Compute afresh what carries traces of evicted text, so that the cache equals a fresh prefill; logged.
+
+        Returns how many tokens were fed. Raises InvalidInput where nothing is spliced here.
+        """
+        splicing = self._splicing()
+        with self._turn:
+            tokens = splicing.purge(self.id)
+            if tokens:
+                self._ledger.note("reanchored", {"reason": "purged", "tokens": tokens})
+            return tokens
+
+    def _splicing(self) -> SplicingEngine:
+        splicing = self._ledger.settings.splicing
+        if splicing is None:
+            raise InvalidInput("nothing is spliced here: SessionManager(engine=…, apply='splice') does")
+        return splicing
 
     # -- a model of the caller's own ------------------------------------------------------------------------------
 

@@ -17,9 +17,12 @@ from compaction.policies import _registry
 from compaction.policies._registry import Factory, parameters
 from compaction.policies.clamp_oversized import ClampOversized
 from compaction.policies.clear_tool_results import ClearToolResults
+from compaction.policies.default import default_policy
 from compaction.policies.fallback import Fallback
 from compaction.policies.noop import NoOp
 from compaction.policies.pipeline import Pipeline
+from compaction.policies.quantize import Quantize
+from compaction.policies.scored_eviction import ScoredEviction
 from compaction.policies.sliding_window import SlidingWindow
 from compaction.policies.summarize import Summarize
 from compaction.policies.truncate import Truncate
@@ -33,6 +36,8 @@ __all__ = [
     "Fallback",
     "NoOp",
     "Pipeline",
+    "Quantize",
+    "ScoredEviction",
     "SlidingWindow",
     "Summarize",
     "Truncate",
@@ -40,17 +45,6 @@ __all__ = [
     "make",
     "parameters",
 ]
-
-
-def default_policy() -> Pipeline:
-    """What happens where nobody chose: clamp what is oversized, clear old tool results, then keep beginning and tail.
-
-    From the gentlest to the hardest, without a model call. A message that fills a quarter of the room keeps head and
-    tail, where the window would have to drop it whole; old tool results are most of an agent's tokens and can be had
-    again by calling the tool; only then whole messages go, and the task at the beginning goes last. No summary by
-    default: it costs a model call, and facts often do not survive it.
-    """
-    return Pipeline((ClampOversized(), ClearToolResults(), SlidingWindow()))
 
 
 BUILTIN: Mapping[str, Factory] = MappingProxyType(
@@ -61,6 +55,8 @@ BUILTIN: Mapping[str, Factory] = MappingProxyType(
         "fallback": Fallback,
         "noop": NoOp,
         "pipeline": Pipeline,
+        "quantize": Quantize,
+        "scored_eviction": ScoredEviction,
         "sliding_window": SlidingWindow,
         "summarize": Summarize,
         "truncate": Truncate,

@@ -16,7 +16,7 @@ from compaction.budget import Target
 from compaction.plan import Drop, Plan
 from compaction.view import Unit, View
 
-__all__ = ["Cuts", "cuts_from", "drop_oldest", "drop_units", "settle", "tail_start", "units_between"]
+__all__ = ["Cuts", "cuts_from", "drop_oldest", "drop_units", "settle", "tail_start", "units_between", "with_opener"]
 
 _ASKS = 6
 
@@ -102,7 +102,7 @@ def drop_units(view: View, gone: Sequence[Unit], reason: str) -> Plan:
     """A plan that drops these units, less the one that has to stay so that a user entry comes first."""
     entries = view.entries
     ids: list[str] = []
-    for unit in _user_first(view, gone):
+    for unit in with_opener(view, gone):
         if unit.end - unit.start == 1:
             ids.append(entries[unit.start].id)
         else:
@@ -110,7 +110,7 @@ def drop_units(view: View, gone: Sequence[Unit], reason: str) -> Plan:
     return Plan((Drop(tuple(ids), reason),)) if ids else Plan()
 
 
-def _user_first(view: View, gone: Sequence[Unit]) -> Sequence[Unit]:
+def with_opener(view: View, gone: Sequence[Unit]) -> Sequence[Unit]:
     """`gone` without the user unit that has to come before what stays.
 
     That may stand behind the cut, or before it, where it is pinned.

@@ -10,6 +10,8 @@ from compaction.policies import (
     Fallback,
     NoOp,
     Pipeline,
+    Quantize,
+    ScoredEviction,
     SlidingWindow,
     Summarize,
     Truncate,
@@ -30,6 +32,14 @@ REACH_MUST: list[Policy] = [
     Fallback(Summarize(max_tokens=30), Truncate()),
     Pipeline([ClampOversized(0.1), ClearToolResults(0, 0), Summarize(max_tokens=24), Truncate()]),
     default_policy(),
+    Quantize(),
+    Quantize("k4v2", then=Truncate()),
+    Quantize(then=Summarize(max_tokens=24)),
+    Pipeline([ClearToolResults(0, 0), Quantize("k8v4", Truncate()), Quantize("k4v2", Truncate())]),
+    Fallback(Quantize(then=NoOp()), Truncate()),
+    ScoredEviction(),
+    ScoredEviction("keydiff", keep_last=0),
+    Quantize(then=ScoredEviction("expected", keep_last=3)),
 ]
 GENTLE: list[Policy] = [
     NoOp(),
@@ -38,6 +48,8 @@ GENTLE: list[Policy] = [
     ClampOversized(),
     ClampOversized(max_fraction=0.05),
     Pipeline([ClampOversized(0.1), ClearToolResults(0, 0)]),
+    Quantize(then=NoOp()),
+    Quantize("unknown", then=ClampOversized(0.1)),
 ]
 
 

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 from hypothesis import strategies as st
 
-from compaction.budget import Target
+from compaction.budget import KVStorage, Target
 from compaction.grammar import LEADING
 from compaction.messages import Message, validate
+from compaction.policies.scored_eviction import SCORES
 from compaction.testing import FakeAnswers, FakeCounter
 from compaction.view import Entry, Failure, Floor, Pin, View
 from tests.builders import assistant, image, system, tool_batch, user
 
-__all__ = ["agent_run", "chat", "make_view", "small_views", "targets"]
+__all__ = ["PLAIN", "STORAGES", "agent_run", "chat", "make_view", "small_views", "targets", "worth"]
 
 FAILURE = Failure(1, "summary_empty", "")
+PLAIN = KVStorage("", 64)
+STORAGES = {"k8v4": KVStorage("k8v4", 28, 640), "k4v2": KVStorage("k4v2", 16, 900)}
 
 
 def make_view(
@@ -31,6 +35,8 @@ def make_view(
     clamp_user: bool = False,
     slack: int = 0,
     failures: Sequence[Failure] = (),
+    storage: KVStorage | None = None,
+    storages: Mapping[str, KVStorage] | None = None,
 ) -> View:
     """The view of a conversation whose messages are called m0, m1, …; a pin is an index, or a range."""
     counter = counter or FakeCounter()
@@ -60,8 +66,16 @@ def make_view(
         clamp_user=clamp_user,
         slack=slack,
         failures=tuple(failures),
-        answers=FakeAnswers(counter),
+        answers=FakeAnswers(counter, worth=worth(history)),
+        storage=storage,
+        storages=storages or {},
     )
+
+
+def worth(ids: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Scores nobody would guess, with ties."""
+    known = list(ids)
+    return {kind: {id: float(crc32(f"{kind}{id}".encode()) % 7) for id in known} for kind in SCORES}
 
 
 def _entries(history: Mapping[str, Message], counter: FakeCounter) -> tuple[Entry, ...]:
@@ -155,12 +169,18 @@ def small_views(draw: st.DrawFn) -> View:
         clamp_user=draw(st.booleans()),
         slack=draw(st.sampled_from([0, 16])),
         failures=draw(st.sampled_from([(), (FAILURE,)])),
+        storage=(storage := draw(st.sampled_from([None, PLAIN, STORAGES["k8v4"]]))),
+        storages=draw(st.sampled_from([{}, STORAGES])) if storage else {},
     )
 
 
 @st.composite
 def targets(draw: st.DrawFn, view: View) -> Target:
-    """Targets from what must stay to a little above what there is."""
+    """Targets from what must stay to a little above what there is, in tokens or bytes."""
     floor = min(view.floor.total, view.tokens)
     must = draw(st.integers(floor, view.tokens + 20))
-    return Target(must=must, want=draw(st.integers(min(floor, must), must)))
+    want = draw(st.integers(min(floor, must), must))
+    if view.storage is None or draw(st.booleans()):
+        return Target(must=must, want=want)
+    cap = draw(st.sampled_from([None, must + 10, (floor + must) // 2]))
+    return Target(must=view.storage.bytes(must), want=view.storage.bytes(want), unit="kv_bytes", cap=cap)
