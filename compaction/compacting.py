@@ -13,7 +13,7 @@ from compaction.budget import Limits
 from compaction.decide import Decision, Held, Recorder, decide
 from compaction.errors import CompactionError, LogConflict
 from compaction.events import NewEvent, Text
-from compaction.fulfil import fulfil
+from compaction.fulfil import CacheSummarizer, EngineSummarizer, fulfil
 from compaction.ledger import Ledger
 from compaction.plan import Digest
 from compaction.ports import ScoresEntries, Summary
@@ -65,9 +65,11 @@ def _tell(ledger: Ledger, trigger: str, outcome: object, started: float) -> None
 
 
 def _summarizer(ledger: Ledger, limits: Limits) -> Callable[[Digest, View], Summary] | None:
-    summarizer = ledger.settings.summarizer
+    summarizer, splicing = ledger.settings.summarizer, ledger.settings.splicing
     if summarizer is None:
         return None
+    if splicing is not None and isinstance(summarizer, EngineSummarizer):
+        summarizer = CacheSummarizer(splicing, ledger.id, ledger.tally.tools)
 
     limit = _own_limit(ledger, limits)
 

@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from compaction.errors import EngineError
 from compaction.messages import dumps, is_blob
 from compaction.plan import Digest
-from compaction.ports import Engine, Summarizer, Summary, Usage
+from compaction.ports import Engine, SplicingEngine, Summarizer, Summary, Usage
 from compaction.view import View
 
-__all__ = ["CallableSummarizer", "EngineSummarizer", "fulfil", "source_text"]
+__all__ = ["CacheSummarizer", "CallableSummarizer", "EngineSummarizer", "fulfil", "source_text"]
 
 MAX_CHUNKS = 8
 _PROMPT_SLACK = 64
 _MIN_SUMMARY = 24
+_QUOTED = 80
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,35 @@ class EngineSummarizer:
         """Raises what the engine raises; `fulfil` turns it into a failure."""
         messages = [{"role": "user", "content": f"{instruction}\n\n{source}"}]
         made = self.engine.complete(messages, max_new_tokens=min(max_tokens, limit - 1))
+        return Summary(made.text, made.finish_reason, made.usage)
+
+
+@dataclass(frozen=True)
+class CacheSummarizer(EngineSummarizer):
+    """Summaries by the engine's own model out of a conversation's live cache: what it holds is not read again."""
+
+    engine: SplicingEngine
+    conversation: str
+    tools: Sequence[Mapping[str, Any]] | None
+
+    def from_cache(self, action: Digest, view: View, *, limit: int) -> Summary:
+        """Ask behind the live cache, which is as before afterwards.
+
+        Raises EngineError where that cannot be done; the summary is then to be made outside.
+        """
+        last = view.position(action.entries[-1])
+        messages = [entry.render(view.messages) for entry in view.entries]
+        begins = _lines(messages[last])[:_QUOTED]
+        asked = f"{action.instruction}\n\nIt is the conversation above, up to and including what begins with: {begins}"
+        made = self.engine.summarize(
+            self.conversation,
+            messages,
+            self.tools,
+            asked,
+            need=last + 1,
+            max_new_tokens=min(action.max_tokens, limit - 1),
+            limit=limit,
+        )
         return Summary(made.text, made.finish_reason, made.usage)
 
 
@@ -76,8 +107,20 @@ def fulfil(
 ) -> Summary:
     """Ask the summariser, in chunks of which each pass fits `limit` tokens; their notes are joined as they are.
 
-    Where more than `MAX_CHUNKS` would be needed, each chunk is cut in the middle first.
+    Where more than `MAX_CHUNKS` would be needed, each chunk is cut in the middle first. A summariser with a live cache
+    is asked there first.
     """
+    if isinstance(summarizer, CacheSummarizer):
+        try:
+            return summarizer.from_cache(action, view, limit=limit)
+        except EngineError as exc:
+            made = _outside(summarizer, action, view, limit=limit, count=count)
+            refused = {"how": "exact", "refused": getattr(exc, "reason", str(exc))}
+            return replace(made, usage=replace(made.usage, applied=refused)) if made.usage else made
+    return _outside(summarizer, action, view, limit=limit, count=count)
+
+
+def _outside(summarizer: Summarizer, action: Digest, view: View, *, limit: int, count: Callable[[str], int]) -> Summary:
     source = source_text(action, view)
     space = limit - action.max_tokens - count(action.instruction) - _PROMPT_SLACK
     if space < _MIN_SUMMARY:

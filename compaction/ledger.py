@@ -19,7 +19,19 @@ from compaction.errors import InvalidInput, LogConflict, PendingToolCalls
 from compaction.events import Event, Kind, NewEvent, Text, seal
 from compaction.grammar import LEADING
 from compaction.messages import Message, dumps
-from compaction.ports import Clock, Counter, Engine, Ids, Log, Policy, QuantizesKV, Rng, Summarizer
+from compaction.ports import (
+    Apply,
+    Clock,
+    Counter,
+    Engine,
+    Ids,
+    Log,
+    Policy,
+    QuantizesKV,
+    Rng,
+    SplicingEngine,
+    Summarizer,
+)
 from compaction.state import State, load
 from compaction.view import Pin
 
@@ -50,6 +62,13 @@ class Settings:
     window: Window | None = None
     summarizer: Summarizer | None = None
     observer: Observer | None = None
+    apply: Apply = "exact"
+    divergence_rate: float = 0.0
+
+    @property
+    def splicing(self) -> SplicingEngine | None:
+        """The engine, where plans are applied to its live caches in place."""
+        return self.engine if self.apply == "splice" and isinstance(self.engine, SplicingEngine) else None
 
 
 class Ledger:
@@ -230,7 +249,7 @@ class Ledger:
 
     def _settings_changed(self) -> bool:
         payload, _ = self._described()
-        same = all(payload[key] == self.state.opened.get(key) for key in SETTINGS)
+        same = all(payload.get(key) == self.state.opened.get(key) for key in SETTINGS)
         return not same or self._tools_text != self.state.tools_text
 
     def _described(self) -> tuple[dict[str, Any], list[Text]]:
@@ -250,6 +269,8 @@ class Ledger:
             "user_first": engine.user_first if engine else False,
             "tools": tools.digest.hex() if tools else None,
         }
+        if settings.apply != "exact":
+            payload["apply"] = settings.apply
         return payload, [tools] if tools else []
 
     def _opened(self) -> tuple[list[NewEvent], list[Text]]:

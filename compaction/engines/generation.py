@@ -13,6 +13,7 @@ from typing import Any
 
 from compaction.engines.detokenize import Detokenizer
 from compaction.engines.live_cache import LiveCache
+from compaction.engines.splicing import Applied
 from compaction.ports import Generated, Usage
 
 __all__ = ["Prefilled", "TransformersGeneration"]
@@ -20,13 +21,27 @@ __all__ = ["Prefilled", "TransformersGeneration"]
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prompt that stands in the cache: its last logits (shape [vocabulary]), what it cost, and when it started."""
+    """A prompt that stands in the cache: its last logits (shape [vocabulary]), how it got there, and since when.
+
+    `removed`: whether messages that stood there before are gone.
+    """
 
     logits: Any
     prompt: int
-    reused: int
+    applied: Applied
     why: str
     started: float
+    removed: bool = False
+
+    @property
+    def fresh(self) -> int:
+        """Tokens that went through the model."""
+        return self.prompt - self.applied.kept
+
+    def to_json(self) -> dict[str, Any]:
+        """The `applied` of a `usage` event."""
+        removed = self.applied.evicted > 0 if self.applied.how == "splice" else self.removed
+        return self.applied.to_json(prefilled=self.fresh, removed=removed)
 
 
 class TransformersGeneration:
@@ -109,13 +124,14 @@ class TransformersGeneration:
         usage = Usage(
             prompt_tokens=done.prompt,
             completion_tokens=len(self._ids),
-            prefilled=done.prompt - done.reused,
-            reused=done.reused,
+            prefilled=done.fresh,
+            reused=done.applied.kept,
             peak_tokens=self._live.peak_tokens,
             kv_bytes=self._live.bytes,
             peak_kv_bytes=self._live.peak_bytes,
             ttft_ms=self._ttft_ms,
             tpot_ms=self._decode_ms / self._passes if self._passes else None,
             why=done.why,
+            applied=done.to_json(),
         )
         self.result = Generated(self._text.text, tuple(self._ids), reason, usage)

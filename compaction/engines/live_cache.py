@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from compaction.engines.forward import Forward
-from compaction.errors import EngineError
+from compaction.errors import CannotRotate, CannotSplice, EngineError, InvalidInput
 from compaction.kv.arena import ArenaLayer
 from compaction.kv.cache import ArenaCache
 from compaction.kv.measure import storage_bytes
+from compaction.kv.rope import RotaryPlan
 from compaction.kv.slot_map import SlotMap
+from compaction.kv.splice import Encoder, Spliced, Splicer
 
 __all__ = ["LiveCache", "common_prefix"]
 
@@ -162,12 +164,96 @@ class LiveCache:
         self.slot_map, self.dirty_from = SlotMap(), None
 
     def _forget_after(self, length: int) -> None:
+        clean = self.clean
         self.slot_map.crop(length)
+        if length <= clean:
+            self.slot_map.next_position = length  # what follows a clean prefix goes where a prefill would put it
         if self.dirty_from is not None and self.dirty_from >= length:
             self.dirty_from = None
 
-    def _note_peak(self) -> None:
-        held = self.bytes
+    # -- editing in place
+
+    def evict(self, plan: RotaryPlan, ranges: Sequence[tuple[int, int]]) -> Spliced:
+        """Take slot ranges out; what is kept stays at its positions. Later slots keep traces of what went.
+
+        Raises CannotSplice, with nothing changed, where the layers do not allow it.
+        """
+        with self._splicer(plan) as splicer:
+            done = splicer.evict(ranges)
+        if done.evicted:
+            self._mark_dirty(min(start for start, end in ranges if start < end))
+        return done
+
+    def insert(self, plan: RotaryPlan, encoder: Encoder, ids: Sequence[int], at: int) -> Spliced:
+        """Put tokens in front of slot `at`, encoded as the model sees them behind the slots before it only.
+
+        Raises CannotSplice or CannotRotate, with nothing changed, where the layers do not allow it.
+        """
+        with self._splicer(plan) as splicer, _out_of_memory(len(self) + len(ids)):
+            block = splicer.encode(encoder, ids, at)
+            # Beside the block, one layer's prefix stood a second time while the block was encoded.
+            self._note_peak(block.nbytes + self._largest_layer(at + len(ids)))
+            done = splicer.insert(block, at, at)
+        self.peak_tokens = max(self.peak_tokens, at + len(ids))
+        if at <= self.clean:
+            self.dirty_from = at + len(ids) if at + len(ids) < len(self) else None
+        self._note_peak()
+        return done
+
+    def compact(self, plan: RotaryPlan) -> Spliced:
+        """Close all holes between positions by turning keys; slots stay where they are.
+
+        Raises CannotRotate, with nothing changed, where keys cannot be turned.
+        """
+        with self._splicer(plan) as splicer:
+            return splicer.compact()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is fed inside is taken out again on leaving, bit by bit.
+
+        Raises CannotSplice where some layer cannot be put back so.
+        """
+        odd = [type(layer).__name__ for layer in self.layers if not isinstance(layer, ArenaLayer)]
+        if set(odd) - _EMPTY_LAYERS:
+            raise CannotSplice(f"layers of the kind {odd[0]} cannot be put back as they were")
+        arenas: list[Any] = [layer for layer in self.layers if isinstance(layer, ArenaLayer)]
+        before = [(layer, layer.held, getattr(layer, "record_past", False)) for layer in arenas]
+        length = len(self)
+        self.record_past(True)
+        try:
+            yield
+        finally:
+            if len(self) >= length:  # else a pass broke, and the cache was dropped
+                for layer, held, recorded in before:
+                    layer.truncate(held)
+                    if hasattr(layer, "cumulative_length"):
+                        layer.cumulative_length -= len(self) - length
+                        layer.record_past = recorded
+                self._forget_after(length)
+
+    @contextmanager
+    def _splicer(self, plan: RotaryPlan) -> Iterator[Splicer]:
+        splicer = Splicer(self._cache, plan, self.slot_map)
+        try:
+            yield splicer
+        except (CannotSplice, CannotRotate, InvalidInput):
+            raise  # refused: nothing was changed
+        except BaseException:
+            self.clear()
+            raise
+        self.slot_map = splicer.slot_map
+
+    def _mark_dirty(self, slot: int) -> None:
+        first = min(slot, self.clean)
+        self.dirty_from = first if first < len(self) else None
+
+    def _largest_layer(self, slots: int) -> int:
+        """Bytes of so many slots in the largest layer."""
+        return slots * max((layer.slot_nbytes for layer in self.layers if isinstance(layer, ArenaLayer)), default=0)
+
+    def _note_peak(self, more: int = 0) -> None:
+        held = self.bytes + more
         if isinstance(self._cache, ArenaCache):  # while an arena grew, its old keys or values stood there too
             held += self._cache.meter.peak - self._cache.meter.held
         self.peak_bytes = max(self.peak_bytes, held)

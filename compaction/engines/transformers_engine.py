@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from compaction.budget import Window
 from compaction.engines.detokenize import Detokenizer
+from compaction.engines.divergence import compare
 from compaction.engines.forward import Forward
 from compaction.engines.generation import Prefilled, TransformersGeneration
 from compaction.engines.live_cache import LiveCache, common_prefix
 from compaction.engines.loading import config_of, load, window_of
 from compaction.engines.reasons import Held, Request, why_prefilled
 from compaction.engines.sampling import Sampling, greedy
-from compaction.errors import EngineError, InvalidInput
+from compaction.engines.segments import Segment, Segmenter
+from compaction.engines.splicing import Applied, Splicing
+from compaction.errors import CannotRotate, CannotSplice, EngineError, InvalidInput
 from compaction.kv.geometry import KVGeometry
-from compaction.ports import Counter, Generated
+from compaction.kv.slot_map import DRIFT_BUDGET
+from compaction.ports import Apply, Counter, Divergence, Generated
 from compaction.tokens.counter import TemplateCounter
 from compaction.tokens.template import ChatTemplate
 
@@ -38,13 +43,19 @@ _TALK = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 @dataclass(slots=True)
 class _Conversation:
-    """A live cache and what its ids were: the first `prompt` a prompt rendered from `request`, the rest a reply."""
+    """A live cache and what its ids were: the first `prompt` a prompt rendered from `request`, the rest a reply.
+
+    `layout` says which ids are which messages', where that has been asked for; `logits` (shape [vocabulary]) are those
+    behind the prompt.
+    """
 
     live: LiveCache
     lock: threading.RLock = field(default_factory=threading.RLock)
     prompt: int = 0
     request: Request | None = None
+    layout: tuple[Segment, ...] = ()
     reply: TransformersGeneration | None = None
+    logits: torch.Tensor | None = None
 
     @property
     def running(self) -> bool:
@@ -62,6 +73,7 @@ class TransformersEngine:
         window: tokens for prompt + reply; None: what the model's config says.
         sampling: how tokens are drawn; None: greedy, which is deterministic.
         prefill_chunk: tokens of a prompt per forward pass.
+        drift_budget: how often a splice may move a token's keys before they are computed afresh.
         clock: seconds, for the measured times.
 
     Raises ModelNotFound for an unknown name, EngineError for a model that cannot be loaded, InvalidInput for arguments
@@ -78,6 +90,7 @@ class TransformersEngine:
         window: int | None = None,
         sampling: Sampling | None = None,
         prefill_chunk: int = 512,
+        drift_budget: int = DRIFT_BUDGET,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if prefill_chunk < 1:
@@ -86,13 +99,19 @@ class TransformersEngine:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.window: Window = window_of(self.model, window)
         self.template = ChatTemplate(self.tokenizer, name=self.name)
-        self.counter: Counter = TemplateCounter(self.template)
+        counter = TemplateCounter(self.template)
+        self.counter: Counter = counter
         self.user_first: bool = self.template.profile.user_first
         self._sampling, self._chunk, self._clock = sampling, prefill_chunk, clock
         self._forward = Forward(self.model)
         self._conversations: dict[str, _Conversation] = {}
         self._table_lock, self._model_lock = threading.Lock(), threading.Lock()
         self._opening, self._stop = self._read_template()
+        self._segmenter = Segmenter(self.template, counter, self._opening)
+        trained = getattr(config_of(self.model), "max_position_embeddings", None)
+        self._splicing = Splicing(
+            self._forward, self._model_lock, chunk=prefill_chunk, trained=trained, drift_budget=drift_budget
+        )
         self.geometry: KVGeometry = KVGeometry.from_config(config_of(self.model).to_dict(), self.model.dtype.itemsize)
         self.kv_bytes_per_token: int = self.geometry.bytes_per_token
 
@@ -112,27 +131,29 @@ class TransformersEngine:
         *,
         max_new_tokens: int,
         why: str = "",
+        apply: Apply = "exact",
     ) -> TransformersGeneration:
-        """Bring the conversation's cache to these messages (longest common prefix + prefill) and start a reply.
+        """Bring the conversation's cache to these messages and start a reply.
 
-        The prompt is prefilled and the first token chosen on return. `why` is the caller's own reason for having
-        changed earlier messages ("compaction"); it is reported where that made tokens be prefilled again.
+        `apply="exact"`: longest common prefix + prefill, equal to a fresh prefill. "splice": messages that went are
+        evicted in place, new ones between kept ones encoded against their prefix, and only the new tail prefilled;
+        where that cannot be done, exact, and the usage's `applied` says why. The prompt is prefilled and the first
+        token chosen on return. `why` is the caller's own reason for having changed earlier messages ("compaction").
 
         Raises EngineError, before any forward pass, where prompt + reply exceed the window or where the conversation's
         last reply is still running.
         """
         wanted = self._wanted(messages, tools, _at_least_one(max_new_tokens))
-        held = self._conversation(conversation)
         started = self._clock()
-        with held.lock:
-            if held.running:
-                raise EngineError(f"conversation {conversation!r} is still generating: finish that reply or close() it")
+        with self._idle(conversation) as held:
             request = Request.of(messages, tools)
-            reason, kept = self._align(held, wanted, messages, request, why)
-            held.live.start_turn(len(wanted) + max_new_tokens - 1)  # the last token of a reply is not fed
-            held.prompt, held.request, held.reply = len(wanted), request, None
-            logits = self._prefill(held.live, wanted[kept:])
-            prefilled = Prefilled(logits, len(wanted), kept, reason, started)
+            reason = self._reason(held, wanted, messages, request, why)
+            layout, refused = self._layout(messages, tools, request, wanted) if apply == "splice" else ((), "")
+            applied = self._bring(held, wanted, layout, max_new_tokens, refused)
+            held.prompt, held.request, held.layout, held.reply = len(wanted), request, layout, None
+            held.logits = self._prefill(held.live, wanted[len(held.live) :])
+            removed, reason = _changed(reason), _overruled(reason, applied.cause)
+            prefilled = Prefilled(held.logits, len(wanted), applied, reason, started, removed)
             held.reply = self._start(held.live, prefilled, held.lock, max_new_tokens)
             return held.reply
 
@@ -155,13 +176,11 @@ class TransformersEngine:
         wanted = self._wanted(messages, None, _at_least_one(max_new_tokens))
         live, started = self._new_live(), self._clock()
         live.start_turn(len(wanted) + max_new_tokens - 1)
-        prefilled = Prefilled(self._prefill(live, wanted), len(wanted), 0, "first", started)
+        prefilled = Prefilled(self._prefill(live, wanted), len(wanted), Applied(), "first", started)
         reply = self._start(live, prefilled, threading.RLock(), max_new_tokens)
         for _ in reply:
             pass
-        if reply.result is None:
-            raise EngineError("the reply ended without a result")
-        return reply.result
+        return _result(reply)
 
     def logits(self, messages: _Messages, tools: _Tools = None) -> torch.Tensor:
         """What a fresh prefill of this request ends in: float32 on the CPU, shape [vocabulary].
@@ -169,6 +188,101 @@ class TransformersEngine:
         Raises EngineError where the prompt exceeds the window.
         """
         return self._prefill(self._new_live(), self._wanted(messages, tools, 0)).float().cpu()
+
+    def summarize(
+        self,
+        conversation: str,
+        messages: _Messages,
+        tools: _Tools,
+        instruction: str,
+        *,
+        need: int,
+        max_new_tokens: int,
+        limit: int,
+    ) -> Generated:
+        """Answer an instruction behind what the cache holds, at least the first `need` messages, and take it out again.
+
+        Raises CannotSplice where the cache does not stand for these messages, or prompt + reply exceed `limit`,
+        window or trained length; EngineError while a reply is running.
+        """
+        with self._idle(conversation) as held:
+            live, started = held.live, self._clock()
+            wanted = self._asked_behind(held, messages, tools, instruction, need)
+            coming = len(wanted) - len(live) + _at_least_one(max_new_tokens)
+            if len(live) + coming > min(limit, self.window.tokens) or not self._splicing.reaches(live, coming):
+                raise CannotSplice(f"{len(live) + coming:,} tokens behind the live cache would be too many")
+            live.start_turn(len(live) + coming - 1)
+            with live.aside():
+                applied = Applied("splice", why="behind the live cache", kept=len(live))
+                prefilled = Prefilled(self._prefill(live, wanted[len(live) :]), len(wanted), applied, "", started)
+                reply = self._start(live, prefilled, held.lock, max_new_tokens)
+                for _ in reply:
+                    pass
+            return _result(reply)
+
+    def _asked_behind(
+        self, held: _Conversation, messages: _Messages, tools: _Tools, instruction: str, need: int
+    ) -> list[int]:
+        """Ids of the held messages, more where more are needed, and an instruction; the cache leads them."""
+        asked = {"role": "user", "content": instruction}
+        known = len(held.request.messages) if held.request and len(held.live) else 0
+        for count in sorted({max(known, need), max(known + 1, need)}) if known else ():
+            if count <= len(messages):
+                wanted = self.template.ids([*messages[:count], asked], tools)
+                if common_prefix(held.live.ids, wanted) == len(held.live) < len(wanted):
+                    return wanted
+        raise CannotSplice("the live cache does not stand for these messages")
+
+    def purge(self, conversation: str) -> int:
+        """Compute afresh whatever carries traces of text that a splice evicted; returns how many tokens were fed.
+
+        Afterwards the cache equals a fresh prefill of its ids. Raises EngineError while a reply is running.
+        """
+        with self._idle(conversation) as held:
+            live = held.live
+            ids, clean = list(live.ids), live.clean
+            if clean == len(ids):
+                return 0
+            live.crop(clean)
+            live.record_past(False)
+            live.start_turn(len(ids))
+            again = len(ids) - len(live)
+            logits = self._prefill(live, ids[len(live) :])
+            held.logits = logits if len(ids) == held.prompt else None
+            live.end_turn()
+            return again
+
+    def divergence(self, conversation: str, tokens: int = 8) -> Divergence:
+        """How far the live cache is from a fresh prefill of its ids, over the next `tokens` tokens.
+
+        The fresh cache stands beside the live one for as long as this takes. The last forward pass is `tokens` tokens
+        longer than the cache. Raises EngineError where nothing is held, while a reply is running, and CannotSplice
+        where the cache could not be put back as it was.
+        """
+        with self._idle(conversation) as held:
+            live, fresh = held.live, self._new_live()
+            pending = held.reply.result.ids[-1:] if held.reply and held.reply.result else ()
+            behind = [] if len(live) == held.prompt else list(pending)  # the last token of a reply is not fed
+            if (
+                not len(live)
+                or (held.logits is None and not behind)
+                or _at_least_one(tokens) + len(live) > self.window.tokens
+            ):
+                raise EngineError(f"conversation {conversation!r} holds nothing to go on from, or fills its window")
+            fresh.start_turn(len(live) + tokens)
+            with live.aside():
+                fresh_logits = self._prefill(fresh, [*live.ids, *behind])
+                logits = held.logits if not behind and held.logits is not None else self._feed(live, behind)
+                return compare(live, logits, fresh, fresh_logits, feed=self._feed, tokens=tokens)
+
+    @contextmanager
+    def _idle(self, conversation: str) -> Iterator[_Conversation]:
+        """The conversation, locked. Raises EngineError while a reply is running."""
+        held = self._conversation(conversation)
+        with held.lock:
+            if held.running:
+                raise EngineError(f"conversation {conversation!r} is still generating: finish that reply or close() it")
+            yield held
 
     def kv_bytes(self, conversation: str) -> int:
         """Bytes of KV cache the conversation holds now, measured from distinct tensor storages."""
@@ -222,22 +336,49 @@ class TransformersEngine:
             )
         return wanted
 
-    def _align(
-        self, held: _Conversation, wanted: list[int], messages: _Messages, request: Request, hint: str
-    ) -> tuple[str, int]:
-        """Crop the cache to what it shares with the wanted ids; returns why tokens go in again, and how many stay."""
-        live = held.live
-        shared = min(common_prefix(live.ids, wanted), live.clean)
+    def _reason(self, held: _Conversation, wanted: list[int], messages: _Messages, request: Request, hint: str) -> str:
+        """Why some of what is held is of no use for the wanted ids as they stand."""
         said = held.reply.result.text if held.reply and held.reply.result else None
-        stood = Held(live.ids, held.prompt, self._opening, held.request, said)
-        why = why_prefilled(stood, wanted, shared, messages, request, hint=hint, decode=self._text_of)
-        keep = min(shared, len(wanted) - 1)  # one token at least is fed: without it there are no logits
+        stood = Held(held.live.ids, held.prompt, self._opening, held.request, said)
+        shared = common_prefix(held.live.ids, wanted)
+        return why_prefilled(stood, wanted, shared, messages, request, hint=hint, decode=self._text_of)
+
+    def _layout(
+        self, messages: _Messages, tools: _Tools, request: Request, wanted: list[int]
+    ) -> tuple[tuple[Segment, ...], str]:
+        """Which ids are which messages'; where that cannot be told, nothing and why."""
+        try:
+            return self._segmenter.split(messages, tools, request, wanted), ""
+        except CannotSplice as exc:
+            return (), exc.reason
+
+    def _bring(
+        self, held: _Conversation, wanted: list[int], layout: tuple[Segment, ...], reply: int, refused: str
+    ) -> Applied:
+        """Make the cache stand for the beginning of the wanted ids, with room for the rest and a reply."""
+        live = held.live
+        if layout and held.layout and len(live):
+            try:
+                done = self._splicing.bring(live, held.layout, layout, wanted, opening=self._opening, reply=reply)
+                if done is not None:
+                    return done
+            except (CannotSplice, CannotRotate) as exc:
+                refused = exc.reason
+        applied = self._crop(live, wanted)
+        live.start_turn(len(wanted) + reply - 1)  # the last token of a reply is not fed
+        return replace(applied, refused=refused)
+
+    def _crop(self, live: LiveCache, wanted: list[int]) -> Applied:
+        """Crop the cache to what it shares with the wanted ids and is as a fresh prefill would have made it."""
+        shared = common_prefix(live.ids, wanted)
+        cause = "spliced" if shared > live.clean else ""
+        keep = min(shared, live.clean, len(wanted) - 1)  # one token at least is fed: without it there are no logits
         grows_only = live.stateful and len(wanted) - keep > 1  # many such layers continue by single tokens only
         if grows_only or not live.crop(keep):
             live.clear()
-            why, keep = ("uncroppable" if keep else why), 0
+            cause = "uncroppable" if keep else cause
         live.record_past(False)
-        return why, keep
+        return Applied(kept=len(live), cause=cause)
 
     def _prefill(self, live: LiveCache, ids: list[int]) -> torch.Tensor:
         """Feed ids in chunks; returns the last one's logits, shape [vocabulary]."""
@@ -287,6 +428,22 @@ class TransformersEngine:
             if self.tokenizer.decode([token]).strip():
                 break  # the reply's own text: the template closes a turn with no token of its own
         return max(0, opening), frozenset(stop)
+
+
+def _result(reply: TransformersGeneration) -> Generated:
+    if reply.result is None:
+        raise EngineError("the reply ended without a result")
+    return reply.result
+
+
+def _changed(reason: str) -> bool:
+    """Whether messages that stood in the cache are gone or other ones."""
+    return reason in ("compaction", "edited")
+
+
+def _overruled(reason: str, cause: str) -> str:
+    """Why tokens were prefilled, where the cache itself may have been the cause."""
+    return cause if cause == "uncroppable" else reason or cause
 
 
 def _at_least_one(max_new_tokens: int) -> int:

@@ -6,6 +6,7 @@ that cannot be done changes nothing. A `Block` is what stands outside of a cache
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 from compaction.errors import InvalidInput
 from compaction.kv.slot_map import Mode, SlotMap, SlotRows
 
-__all__ = ["Block", "Edit", "Piece", "plan_eviction", "plan_insertion"]
+__all__ = ["Block", "Edit", "Piece", "plan_compaction", "plan_eviction", "plan_insertion"]
 
 
 @dataclass(slots=True)
@@ -68,7 +69,12 @@ class Edit:
     @property
     def rotates(self) -> bool:
         """Whether some kept key changes its position."""
-        return any(piece.delta for piece in self.pieces)
+        return self.turned > 0
+
+    @property
+    def turned(self) -> int:
+        """Kept slots whose position changes."""
+        return sum(piece.length for piece in self.pieces if piece.delta)
 
     @property
     def moved(self) -> int:
@@ -100,6 +106,15 @@ def plan_eviction(slot_map: SlotMap, ranges: Sequence[tuple[int, int]], mode: Mo
     pieces.append(Piece(at, len(slot_map), target, delta))
     total = target + len(slot_map) - at
     return Edit(tuple(p for p in pieces if p.length), total, slot_map.next_position + delta, removed)
+
+
+def plan_compaction(slot_map: SlotMap) -> Edit:
+    """Close every hole between positions: slots stay where they are, and stand at positions 0, 1, … afterwards."""
+    starts = [s for s in range(1, len(slot_map)) if slot_map.position[s] != slot_map.position[s - 1] + 1]
+    bounds = [0, *starts, len(slot_map)]
+    runs = [(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+    pieces = tuple(Piece(a, b, a, a - slot_map.position[a]) for a, b in runs)
+    return Edit(pieces, len(slot_map), len(slot_map), ())
 
 
 def plan_insertion(slot_map: SlotMap, start: int, end: int, block: Block, mode: Mode) -> Edit:

@@ -121,7 +121,7 @@ def _count(layer: Any, held: int, total: int) -> None:
         layer.cumulative_length = total if held >= layer.sliding_window - 1 else held
 
 
-_DYNAMIC = {"DynamicLayer", "DynamicIndexedLayer", "DynamicSlidingWindowLayer"}
+_DYNAMIC = {"AsideLayer", "DynamicLayer", "DynamicIndexedLayer", "DynamicSlidingWindowLayer"}
 
 
 def slots_of(cache: Any) -> list[Slots | None]:

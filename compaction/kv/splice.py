@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from compaction.errors import CannotSplice, InvalidInput
-from compaction.kv.edits import Block, Edit, Piece, plan_eviction, plan_insertion
+from compaction.kv.edits import Block, Edit, Piece, plan_compaction, plan_eviction, plan_insertion
 from compaction.kv.rope import RotaryPlan, Rotation, Turn, carry, rotate
 from compaction.kv.slot_map import Mode, SlotMap, SlotRows
 from compaction.kv.slots import Slots, slots_of
@@ -43,15 +43,23 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Spliced:
-    """What an edit did, for the log. `underfilled` names the sliding layers that now hold less than their window."""
+    """What an edit did, for the log. Of the `moved` slots, `turned` got another position.
+
+    `underfilled` names the sliding layers that now hold less than their window.
+    """
 
     mode: Mode
     evicted: int
     inserted: int
     moved: int
-    rotated: bool
+    turned: int
     underfilled: tuple[int, ...] = ()
     parked: tuple[Block, ...] = ()
+
+    @property
+    def rotated(self) -> bool:
+        """Whether keys were turned."""
+        return self.turned > 0
 
 
 class Splicer:
@@ -101,6 +109,11 @@ class Splicer:
             (slot for slot, position in enumerate(self.slot_map.position) if position >= first), len(self.slot_map)
         )
         return self.insert(block, at, at, mode, underfill=underfill)
+
+    def compact(self) -> Spliced:
+        """Close all holes that evictions in gap mode have left between positions; each kept key moves once at most."""
+        edit = plan_compaction(self.slot_map)
+        return self._apply(edit, self._checked(edit, underfill=True), "compact", ())
 
     @torch.no_grad()
     def encode(self, encoder: Encoder, ids: Sequence[int], at: int) -> Block:
@@ -203,7 +216,7 @@ class Splicer:
         self.slot_map = SlotMap(rows.ids, rows.original, rows.position, rows.shifts, edit.next_position)
         inserted = sum(len(piece.block.rows) for piece in edit.pieces if piece.block)
         evicted = sum(end - start for start, end in edit.removed)
-        return Spliced(mode, evicted, inserted, edit.moved, edit.rotates, tuple(underfilled), parked)
+        return Spliced(mode, evicted, inserted, edit.moved, edit.turned, tuple(underfilled), parked)
 
 
 def _edit_in_place(
