@@ -17,6 +17,8 @@ from compaction.policies import (
     Fallback,
     NoOp,
     Pipeline,
+    Quantize,
+    ScoredEviction,
     SlidingWindow,
     Summarize,
     Truncate,
@@ -28,6 +30,7 @@ from compaction.state import load
 from compaction.store import MemoryLog
 from compaction.testing import FakeClock, FakeCounter, FakeRng, ScriptedSummarizer, check_conservation, fake_ids
 from tests.oracle import illegal, rendered_pins
+from tests.scripted_kv import KVEngine
 from tests.strategies import conversations, tool_schemas
 
 POLICIES: dict[str, Policy] = {
@@ -40,6 +43,11 @@ POLICIES: dict[str, Policy] = {
     "pipeline": Pipeline((ClearToolResults(keep_last=1, min_tokens=1), Summarize(max_tokens=24))),
     "fallback": Fallback(Summarize(max_tokens=24), Truncate()),
     "default": default_policy(),
+    "quantize": Quantize(),
+    "quantize_summarize": Quantize("k4v2", then=Summarize(max_tokens=24)),
+    "quantize_twice": Pipeline((Quantize("k8v4", NoOp()), Quantize("k4v2", NoOp()), Truncate())),
+    "scored_eviction": ScoredEviction("keydiff", keep_last=1),
+    "quantize_scored": Quantize(then=Fallback(ScoredEviction("kvzip"), ScoredEviction("expected"))),
 }
 SCRIPT = ("They talked.", "", Summary("half a", "length"), RuntimeError("down"), "x" * 4000)
 
@@ -53,6 +61,7 @@ class _Run:
         self.log = MemoryLog()
         self.counter = counter
         self.manager = SessionManager(
+            engine=KVEngine(counter=counter),
             policy=policy,
             budget=budget,
             log=self.log,
@@ -76,6 +85,7 @@ class _Run:
                 assert self.session.state.live[message_id].edits
         state = self.session.state
         before = (list(state.entries), state.tokens, state.seq)
+        bytes_before, most = state.view().kv_bytes or 0, self.manager.settings.budget.kv_bytes
         try:
             prepared = self.session.prepare()
         except BudgetUnsatisfiable as error:
@@ -90,7 +100,9 @@ class _Run:
         if prepared.decision is not None:
             self.compactions += 1
             self.spans += prepared.decision.spans
-            assert prepared.tokens < before[1], "no strict progress"
+            assert (prepared.kv_bytes or 0) < bytes_before, "no strict progress"
+            assert prepared.tokens < before[1] or prepared.decision.target.unit == "kv_bytes", "no strict progress"
+        assert most is None or (prepared.kv_bytes or 0) <= int(most)
         check_conservation(state.history, state.entries, self.spans)
         view = state.view()
         assert view.units == replace(view, known_units=None).units, "running units differ from counted ones"
@@ -107,17 +119,20 @@ def test_every_promise_holds_at_every_step(name: str, data: st.DataObject) -> No
     counter = FakeCounter(merge_roles=data.draw(st.booleans()))
     whole = max(8, counter.request(messages, tools))
     tokens = data.draw(st.integers(max(4, whole // 8), whole + 8))
-    budget = Budget(tokens=tokens, clamp_user=data.draw(st.booleans()))
+    kv_bytes = data.draw(st.sampled_from([None, tokens * 64 + 63, (tokens // 2 + 4) * 64]))
+    bounds = {"tokens": tokens} if kv_bytes is None or data.draw(st.booleans()) else {}
+    budget = Budget(**bounds, kv_bytes=kv_bytes, clamp_user=data.draw(st.booleans()))
     run = _Run(POLICIES[name], budget, counter, tools)
 
     for message in messages:
         run.step(message, pin=data.draw(st.integers(0, 9)) == 0)
 
     again = load(run.log, "c")
-    assert (again.entries, again.tokens, again.floor()) == (
+    assert (again.entries, again.tokens, again.floor(), again.storage) == (
         run.session.state.entries,
         run.session.state.tokens,
         run.session.state.floor(),
+        run.session.state.storage,
     )
     assert run.log.verify().ok
     result = replay(run.log, ["c"])
