@@ -25,6 +25,7 @@ from compaction.ports import (
     Counter,
     Engine,
     Ids,
+    LintsTemplate,
     Log,
     Policy,
     QuantizesKV,
@@ -38,7 +39,7 @@ from compaction.view import Pin
 __all__ = ["Build", "Ledger", "Observer", "Settings"]
 
 RETRIES = 16
-SETTINGS = ("policy", "counter", "budget", "window", "user_first", "kv_bytes_per_token", "storages")
+SETTINGS = ("policy", "counter", "budget", "window", "user_first", "template", "kv_bytes_per_token", "storages")
 
 Build = Callable[[], tuple[list[NewEvent], list[Text]]]
 """Makes events and their texts out of the current state; called again where somebody else was first."""
@@ -267,6 +268,7 @@ class Ledger:
             "kv_bytes_per_token": engine.kv_bytes_per_token if engine else None,
             "storages": _storages(engine),
             "user_first": engine.user_first if engine else False,
+            "template": dict(engine.template_lint) if isinstance(engine, LintsTemplate) else None,
             "tools": tools.digest.hex() if tools else None,
         }
         if settings.apply != "exact":

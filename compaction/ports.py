@@ -23,6 +23,7 @@ __all__ = [
     "Generated",
     "Generation",
     "Ids",
+    "LintsTemplate",
     "Log",
     "Policy",
     "Quantized",
@@ -238,6 +239,15 @@ class QuantizesKV(Protocol):
         `storage` "" is the model's own number format. None: it was kept so already, and nothing changed.
         Raises EngineError where memory does not suffice; the cache is empty then, and kept so from the next token on.
         """
+
+
+@runtime_checkable
+class LintsTemplate(Protocol):
+    """What an engine that knows what its chat template costs a KV cache adds to `Engine`."""
+
+    @property
+    def template_lint(self) -> Mapping[str, Any]:
+        """`fingerprint`, `prefix_stable`, `history_stable`, and `findings`: codes of what makes tokens go in again."""
 
 
 @runtime_checkable

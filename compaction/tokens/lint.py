@@ -87,6 +87,11 @@ class LintReport:
     findings: tuple[Finding, ...]
 
     @property
+    def costs(self) -> tuple[Finding, ...]:
+        """The findings that make tokens be prefilled again."""
+        return tuple(finding for finding in self.findings if finding.severity == "cache")
+
+    @property
     def prefix_stable(self) -> bool:
         """Each turn's prompt, generation prompt included, begins the next turn's, in all conversations measured."""
         return all(reuse.prefix_stable for reuse in self.reuse.values())
