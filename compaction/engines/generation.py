@@ -40,8 +40,7 @@ class Prefilled:
 
     def to_json(self) -> dict[str, Any]:
         """The `applied` of a `usage` event."""
-        removed = self.applied.evicted > 0 if self.applied.how == "splice" else self.removed
-        return self.applied.to_json(prefilled=self.fresh, removed=removed)
+        return self.applied.to_json(prefilled=self.fresh, removed=self.removed)
 
 
 class TransformersGeneration:

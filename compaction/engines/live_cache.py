@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,6 +63,7 @@ class LiveCache:
         self.dirty_from: int | None = None
         self.peak_tokens = 0
         self.peak_bytes = 0
+        self._parked = 0
 
     def __len__(self) -> int:
         return len(self.slot_map)
@@ -209,28 +212,38 @@ class LiveCache:
             return splicer.compact()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is fed inside is taken out again on leaving, bit by bit.
+    def aside(self, length: int | None = None) -> Iterator[None]:
+        """What is fed inside comes behind the first `length` slots (None: all) and is taken out again, bit by bit.
 
-        Raises CannotSplice where some layer cannot be put back so.
+        Slots behind them wait on the host meanwhile; they count as held. Raises CannotSplice where some layer cannot
+        be put back so, and EngineError where the host's memory does not suffice.
         """
-        odd = [type(layer).__name__ for layer in self.layers if not isinstance(layer, ArenaLayer)]
-        if set(odd) - _EMPTY_LAYERS:
-            raise CannotSplice(f"layers of the kind {odd[0]} cannot be put back as they were")
-        arenas: list[Any] = [layer for layer in self.layers if isinstance(layer, ArenaLayer)]
-        before = [(layer, layer.held, getattr(layer, "record_past", False)) for layer in arenas]
-        length = len(self)
+        at = len(self) if length is None else length
+        self._check_aside(at)
+        with _out_of_memory(2 * len(self) - at):
+            parked = [_Parked.of(layer, len(self) - at) for layer in self.layers if isinstance(layer, ArenaLayer)]
+        rows, dirty = deepcopy(self.slot_map), self.dirty_from
+        self._parked = sum(part.nbytes for part in parked)
         self.record_past(True)
+        self.slot_map.crop(at)
+        if at:
+            self.slot_map.next_position = rows.free_after(at)
         try:
             yield
         finally:
-            if len(self) >= length:  # else a pass broke, and the cache was dropped
-                for layer, held, recorded in before:
-                    layer.truncate(held)
-                    if hasattr(layer, "cumulative_length"):
-                        layer.cumulative_length -= len(self) - length
-                        layer.record_past = recorded
-                self._forget_after(length)
+            self._parked = 0
+            if len(self) >= at:  # else a pass broke, and the cache was dropped
+                fed = len(self) - at
+                for part in parked:
+                    part.put_back(fed)
+                self.slot_map, self.dirty_from = rows, dirty
+
+    def _check_aside(self, at: int) -> None:
+        odd = [type(layer).__name__ for layer in self.layers if not isinstance(layer, ArenaLayer)]
+        if set(odd) - _EMPTY_LAYERS:
+            raise CannotSplice(f"layers of the kind {odd[0]} cannot be put back as they were")
+        if at < len(self) and any(type(layer).__name__ in _SLIDING_LAYERS for layer in self.layers):
+            raise CannotSplice("a sliding window cannot go back to an earlier place and return")
 
     @contextmanager
     def _splicer(self, plan: RotaryPlan) -> Iterator[Splicer]:
@@ -253,7 +266,7 @@ class LiveCache:
         return slots * max((layer.slot_nbytes for layer in self.layers if isinstance(layer, ArenaLayer)), default=0)
 
     def _note_peak(self, more: int = 0) -> None:
-        held = self.bytes + more
+        held = self.bytes + self._parked + more
         if isinstance(self._cache, ArenaCache):  # while an arena grew, its old keys or values stood there too
             held += self._cache.meter.peak - self._cache.meter.held
         self.peak_bytes = max(self.peak_bytes, held)
@@ -284,6 +297,43 @@ class LiveCache:
                 tensor = getattr(layer, name, None)
                 if isinstance(tensor, torch.Tensor) and _hides_memory(tensor):
                     setattr(layer, name, tensor.clone(memory_format=torch.contiguous_format))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """The newest slots of an arena on the host, the arena without them, and what it was like."""
+
+    layer: ArenaLayer
+    held: int
+    recorded: bool
+    tail: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, layer: ArenaLayer, count: int) -> _Parked:
+        """Take the newest `count` slots out."""
+        held = layer.held
+        slices = (layer.key_slice, layer.value_slice) if count else ()
+        tail = tuple(part(held - count, held).to("cpu", copy=True) for part in slices)
+        layer.truncate(held - count)
+        return cls(layer, held, bool(getattr(layer, "record_past", False)), tail)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host."""
+        return sum(part.numel() * part.element_size() for part in self.tail)
+
+    def put_back(self, fed: int) -> None:
+        """As it was before, `fed` tokens having been fed meanwhile."""
+        count = int(self.tail[0].shape[-2]) if self.tail else 0
+        self.layer.truncate(self.held - count)
+        if count:
+            self.layer.extend(count)
+            self.layer.write_keys(self.held - count, self.tail[0])
+            self.layer.write_values(self.held - count, self.tail[1])
+        layer: Any = self.layer
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length -= fed
+            layer.record_past = self.recorded
 
 
 @contextmanager

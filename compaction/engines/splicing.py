@@ -51,7 +51,8 @@ class Applied:
 
     def to_json(self, *, prefilled: int, removed: bool) -> dict[str, Any]:
         """The `applied` of a `usage` event; `prefilled` as its own figure, `removed`: whether messages went."""
-        removal = ("evicted" if self.how == "splice" else "purged") if removed else ""
+        # What was cut off at the end stands before nothing that could carry traces of it.
+        removal = "evicted" if self.evicted else "purged" if removed else ""
         values: dict[str, Any] = {"how": self.how, "removal": removal, "prefilled": prefilled}
         if self.refused:
             values["refused"] = self.refused
@@ -95,9 +96,9 @@ class Splicing:
                 self._plan = probe(self._forward.model)
             return self._plan
 
-    def reaches(self, live: LiveCache, coming: int) -> bool:
-        """Whether so many further tokens stay within the trained length where the cache's positions stand now."""
-        return self._trained is None or live.slot_map.next_position + coming <= self._trained
+    def reaches(self, live: LiveCache, at: int, coming: int) -> bool:
+        """Whether so many tokens behind the first `at` slots stay within the trained length."""
+        return self._trained is None or live.slot_map.free_after(at) + coming <= self._trained
 
     def bring(
         self,

@@ -7,10 +7,11 @@ whose prompt and reply would not fit the window. Knows nothing about budgets, po
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,19 +24,25 @@ from compaction.engines.forward import Forward
 from compaction.engines.generation import Prefilled, TransformersGeneration
 from compaction.engines.live_cache import LiveCache, common_prefix
 from compaction.engines.loading import config_of, load, window_of
+from compaction.engines.pooling import CachePool, PooledCache
 from compaction.engines.reasons import Held, Request, why_prefilled
 from compaction.engines.sampling import Sampling, greedy
 from compaction.engines.segments import Segment, Segmenter
 from compaction.engines.splicing import Applied, Splicing
 from compaction.errors import CannotRotate, CannotSplice, EngineError, InvalidInput
 from compaction.kv.geometry import KVGeometry
+from compaction.kv.residency.fingerprint import Identity, tokenizer_digest
+from compaction.kv.residency.pool import Pool
+from compaction.kv.residency.sizes import CacheSizes
 from compaction.kv.slot_map import DRIFT_BUDGET
 from compaction.ports import Apply, Counter, Divergence, Generated
 from compaction.tokens.counter import TemplateCounter
+from compaction.tokens.lint import LintReport, lint
 from compaction.tokens.template import ChatTemplate
 
 __all__ = ["TransformersEngine"]
 
+_LOG = logging.getLogger(__name__)
 _Messages = Sequence[Mapping[str, Any]]
 _Tools = Sequence[Mapping[str, Any]] | None
 _TALK = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
@@ -46,7 +53,7 @@ class _Conversation:
     """A live cache and what its ids were: the first `prompt` a prompt rendered from `request`, the rest a reply.
 
     `layout` says which ids are which messages', where that has been asked for; `logits` (shape [vocabulary]) are those
-    behind the prompt.
+    behind the prompt, `lost` why a parked cache did not come back for the turn under way.
     """
 
     live: LiveCache
@@ -56,6 +63,7 @@ class _Conversation:
     layout: tuple[Segment, ...] = ()
     reply: TransformersGeneration | None = None
     logits: torch.Tensor | None = None
+    lost: str = ""
 
     @property
     def running(self) -> bool:
@@ -99,6 +107,7 @@ class TransformersEngine:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.window: Window = window_of(self.model, window)
         self.template = ChatTemplate(self.tokenizer, name=self.name)
+        self.template_report: LintReport = _linted(self.tokenizer, self.name)
         counter = TemplateCounter(self.template)
         self.counter: Counter = counter
         self.user_first: bool = self.template.profile.user_first
@@ -106,6 +115,7 @@ class TransformersEngine:
         self._forward = Forward(self.model)
         self._conversations: dict[str, _Conversation] = {}
         self._table_lock, self._model_lock = threading.Lock(), threading.Lock()
+        self.pool: CachePool | None = None
         self._opening, self._stop = self._read_template()
         self._segmenter = Segmenter(self.template, counter, self._opening)
         trained = getattr(config_of(self.model), "max_position_embeddings", None)
@@ -119,9 +129,36 @@ class TransformersEngine:
         return f"TransformersEngine({self.name!r}, device={str(self.model.device)!r}, window={self.window.tokens:,})"
 
     @property
+    def template_lint(self) -> dict[str, Any]:
+        """What `template_report` comes to, for the log."""
+        report = self.template_report
+        return {
+            "fingerprint": report.fingerprint,
+            "prefix_stable": report.prefix_stable,
+            "history_stable": report.history_stable,
+            "findings": [finding.code for finding in report.costs],
+        }
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a reply: the generation config's, the tokenizer's, and the template's end of a turn."""
         return self._stop
+
+    def use_pool(self, pool: Pool) -> CachePool:
+        """Hold the caches of all conversations within these bytes from now on, and park what does not fit.
+
+        Raises InvalidInput where conversations are held already, or within another pool, and InvalidBudget where the
+        pool's folder cannot be used.
+        """
+        if self.pool is None and self._conversations:
+            raise InvalidInput("an engine takes a pool before its first conversation: some are held already")
+        if self.pool is None:
+            sizes = CacheSizes.learn(lambda: self._forward.new_cache(self.window.tokens), self._forward)
+            identity = Identity.of(self.model, tokenizer_digest(self.tokenizer), name=self.name)
+            self.pool = CachePool(pool, sizes, lambda: identity.again(self.model))
+        elif self.pool.budget != pool:
+            raise InvalidInput(f"this engine has a pool already, {self.pool.budget}: use that one")
+        return self.pool
 
     def generate(
         self,
@@ -145,14 +182,15 @@ class TransformersEngine:
         """
         wanted = self._wanted(messages, tools, _at_least_one(max_new_tokens))
         started = self._clock()
-        with self._idle(conversation) as held:
+        # The last token of a reply is not fed.
+        with self._idle(conversation, len(wanted) + max_new_tokens - 1, max_new_tokens) as held:
             request = Request.of(messages, tools)
             reason = self._reason(held, wanted, messages, request, why)
             layout, refused = self._layout(messages, tools, request, wanted) if apply == "splice" else ((), "")
             applied = self._bring(held, wanted, layout, max_new_tokens, refused)
             held.prompt, held.request, held.layout, held.reply = len(wanted), request, layout, None
             held.logits = self._prefill(held.live, wanted[len(held.live) :])
-            removed, reason = _changed(reason), _overruled(reason, applied.cause)
+            removed, reason = _changed(reason), held.lost or _overruled(reason, applied.cause)
             prefilled = Prefilled(held.logits, len(wanted), applied, reason, started, removed)
             held.reply = self._start(held.live, prefilled, held.lock, max_new_tokens)
             return held.reply
@@ -167,6 +205,8 @@ class TransformersEngine:
                 held.reply.close()
             if len(held.live) > held.prompt:
                 held.live.crop(held.prompt)
+        if self.pool is not None:
+            self.pool.crop(conversation, held.prompt)
 
     def complete(self, messages: _Messages, *, max_new_tokens: int) -> Generated:
         """One reply outside any conversation, its cache freed on return.
@@ -174,20 +214,24 @@ class TransformersEngine:
         Raises EngineError where prompt + reply exceed the window.
         """
         wanted = self._wanted(messages, None, _at_least_one(max_new_tokens))
-        live, started = self._new_live(), self._clock()
-        live.start_turn(len(wanted) + max_new_tokens - 1)
-        prefilled = Prefilled(self._prefill(live, wanted), len(wanted), Applied(), "first", started)
-        reply = self._start(live, prefilled, threading.RLock(), max_new_tokens)
-        for _ in reply:
-            pass
-        return _result(reply)
+        started = self._clock()
+        with self._visiting(len(wanted) + max_new_tokens - 1, max_new_tokens) as live:
+            live.start_turn(len(wanted) + max_new_tokens - 1)
+            prefilled = Prefilled(self._prefill(live, wanted), len(wanted), Applied(), "first", started)
+            reply = self._start(live, prefilled, threading.RLock(), max_new_tokens)
+            for _ in reply:
+                pass
+            return _result(reply)
 
     def logits(self, messages: _Messages, tools: _Tools = None) -> torch.Tensor:
         """What a fresh prefill of this request ends in: float32 on the CPU, shape [vocabulary].
 
         Raises EngineError where the prompt exceeds the window.
         """
-        return self._prefill(self._new_live(), self._wanted(messages, tools, 0)).float().cpu()
+        wanted = self._wanted(messages, tools, 0)
+        with self._visiting(len(wanted)) as live:
+            live.start_turn(len(wanted))
+            return self._prefill(live, wanted).float().cpu()
 
     def summarize(
         self,
@@ -200,21 +244,25 @@ class TransformersEngine:
         max_new_tokens: int,
         limit: int,
     ) -> Generated:
-        """Answer an instruction behind what the cache holds, at least the first `need` messages, and take it out again.
+        """Answer an instruction behind the first `need` messages, out of the cache, which is as before afterwards.
 
-        Raises CannotSplice where the cache does not stand for these messages, or prompt + reply exceed `limit`,
-        window or trained length; EngineError while a reply is running.
+        What stands behind them waits on the host meanwhile. Where layers slide over a window, the instruction comes
+        behind all that is held. Raises CannotSplice where the cache does not stand for these messages, or prompt +
+        reply exceed `limit`, window or trained length; EngineError while a reply is running.
         """
         with self._idle(conversation) as held:
             live, started = held.live, self._clock()
             wanted = self._asked_behind(held, messages, tools, instruction, need)
-            coming = len(wanted) - len(live) + _at_least_one(max_new_tokens)
-            if len(live) + coming > min(limit, self.window.tokens) or not self._splicing.reaches(live, coming):
-                raise CannotSplice(f"{len(live) + coming:,} tokens behind the live cache would be too many")
-            live.start_turn(len(live) + coming - 1)
-            with live.aside():
-                applied = Applied("splice", why="behind the live cache", kept=len(live))
-                prefilled = Prefilled(self._prefill(live, wanted[len(live) :]), len(wanted), applied, "", started)
+            kept = common_prefix(live.ids, wanted)
+            total = len(wanted) + _at_least_one(max_new_tokens)
+            if total > min(limit, self.window.tokens) or not self._splicing.reaches(live, kept, total - kept):
+                raise CannotSplice(f"{total:,} tokens for a summary out of the live cache are too many")
+            live.start_turn(max(len(live), total - 1))
+            with live.aside(kept):
+                live.peak_tokens = kept
+                logits = self._prefill(live, wanted[kept:])
+                applied = Applied("splice", why="out of the live cache", kept=kept)
+                prefilled = Prefilled(logits, len(wanted), applied, "", started)
                 reply = self._start(live, prefilled, held.lock, max_new_tokens)
                 for _ in reply:
                     pass
@@ -223,13 +271,15 @@ class TransformersEngine:
     def _asked_behind(
         self, held: _Conversation, messages: _Messages, tools: _Tools, instruction: str, need: int
     ) -> list[int]:
-        """Ids of the held messages, more where more are needed, and an instruction; the cache leads them."""
-        asked = {"role": "user", "content": instruction}
+        """Ids of the first messages and an instruction, which share with the cache what a summary is to be made of."""
         known = len(held.request.messages) if held.request and len(held.live) else 0
-        for count in sorted({max(known, need), max(known + 1, need)}) if known else ():
-            if count <= len(messages):
+        slides = any(getattr(layer, "is_sliding", False) for layer in held.live.layers)
+        for count in (need,) if not slides else sorted({max(known, need), max(known + 1, need)}):
+            if known and count <= len(messages):
+                asked = {"role": "user", "content": instruction}
                 wanted = self.template.ids([*messages[:count], asked], tools)
-                if common_prefix(held.live.ids, wanted) == len(held.live) < len(wanted):
+                shared = common_prefix(held.live.ids, wanted)
+                if 0 < shared < len(wanted) and (not slides or shared == len(held.live)):
                     return wanted
         raise CannotSplice("the live cache does not stand for these messages")
 
@@ -259,33 +309,55 @@ class TransformersEngine:
         longer than the cache. Raises EngineError where nothing is held, while a reply is running, and CannotSplice
         where the cache could not be put back as it was.
         """
-        with self._idle(conversation) as held:
-            live, fresh = held.live, self._new_live()
+        coming = self._length(conversation) + _at_least_one(tokens)
+        with self._visiting(coming) as fresh, self._idle(conversation, coming) as held:
+            live = held.live
             pending = held.reply.result.ids[-1:] if held.reply and held.reply.result else ()
             behind = [] if len(live) == held.prompt else list(pending)  # the last token of a reply is not fed
-            if (
-                not len(live)
-                or (held.logits is None and not behind)
-                or _at_least_one(tokens) + len(live) > self.window.tokens
-            ):
+            if not len(live) or (held.logits is None and not behind) or tokens + len(live) > self.window.tokens:
                 raise EngineError(f"conversation {conversation!r} holds nothing to go on from, or fills its window")
-            fresh.start_turn(len(live) + tokens)
+            for cache in (fresh, live):
+                cache.start_turn(len(live) + tokens)
             with live.aside():
                 fresh_logits = self._prefill(fresh, [*live.ids, *behind])
                 logits = held.logits if not behind and held.logits is not None else self._feed(live, behind)
                 return compare(live, logits, fresh, fresh_logits, feed=self._feed, tokens=tokens)
 
     @contextmanager
-    def _idle(self, conversation: str) -> Iterator[_Conversation]:
-        """The conversation, locked. Raises EngineError while a reply is running."""
+    def _idle(self, conversation: str, tokens: int = 0, reply: int = 0) -> Iterator[_Conversation]:
+        """The conversation, locked, its cache where the model is; within a pool with room for `tokens`.
+
+        Raises EngineError while a reply is running, and PoolFull.
+        """
         held = self._conversation(conversation)
-        with held.lock:
+        with self._room(conversation, held, tokens, reply) as held.lost, held.lock:
             if held.running:
                 raise EngineError(f"conversation {conversation!r} is still generating: finish that reply or close() it")
             yield held
 
+    def _room(self, conversation: str, held: _Conversation, tokens: int, reply: int) -> AbstractContextManager[str]:
+        """Room in the pool; gives why a parked cache did not come back, if so."""
+        if self.pool is None or not isinstance(held.live, PooledCache):
+            return nullcontext("")
+        return self.pool.turn(conversation, held.live, held.lock, tokens, reply, lambda: held.running)
+
+    @contextmanager
+    def _visiting(self, tokens: int, reply: int = 0) -> Iterator[LiveCache]:
+        """A cache outside any conversation, freed on leaving; within a pool with room for `tokens`."""
+        live = self._new_live()
+        if self.pool is None or not isinstance(live, PooledCache):
+            yield live
+            return
+        with self.pool.visit(live, tokens, reply):
+            yield live
+
+    def _length(self, conversation: str) -> int:
+        """Tokens that the conversation's cache stands for, wherever it is."""
+        parked = self.pool.parked(conversation) if self.pool else 0
+        return parked or len(self.cached_ids(conversation))
+
     def kv_bytes(self, conversation: str) -> int:
-        """Bytes of KV cache the conversation holds now, measured from distinct tensor storages."""
+        """Bytes of KV cache the conversation holds, measured from distinct tensor storages; 0 where it is parked."""
         held = self._conversations.get(conversation)
         if held is None:
             return 0
@@ -293,7 +365,7 @@ class TransformersEngine:
             return held.live.bytes
 
     def cached_ids(self, conversation: str) -> tuple[int, ...]:
-        """The token ids the conversation's cache stands for now."""
+        """The token ids the conversation's cache stands for now; none where it is parked."""
         held = self._conversations.get(conversation)
         if held is None:
             return ()
@@ -310,6 +382,8 @@ class TransformersEngine:
             if held.reply is not None:
                 held.reply.close()
             held.live.clear()
+        if self.pool is not None and isinstance(held.live, PooledCache):
+            self.pool.forget(conversation, held.live)
 
     def close(self) -> None:
         """Free the caches of all conversations. The engine can be used on."""
@@ -324,6 +398,8 @@ class TransformersEngine:
             return held
 
     def _new_live(self) -> LiveCache:
+        if self.pool is not None:
+            return PooledCache(self._forward, self.window.tokens, self.pool)
         return LiveCache(self._forward, self.window.tokens)
 
     def _wanted(self, messages: _Messages, tools: _Tools, max_new_tokens: int) -> list[int]:
@@ -444,6 +520,14 @@ def _changed(reason: str) -> bool:
 def _overruled(reason: str, cause: str) -> str:
     """Why tokens were prefilled, where the cache itself may have been the cause."""
     return cause if cause == "uncroppable" else reason or cause
+
+
+def _linted(tokenizer: Any, name: str) -> LintReport:
+    """The template linter's report; what costs the cache is said once, at load."""
+    report = lint(tokenizer, name=name)
+    for finding in report.costs:
+        _LOG.warning("%s: its chat template %s; this engine %s", name, finding.says, finding.remedy)
+    return report
 
 
 def _at_least_one(max_new_tokens: int) -> int:
