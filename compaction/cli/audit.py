@@ -53,6 +53,7 @@ def show(db: str, conversation: str | None, as_json: bool) -> None:
     JSON keys: conversations: [{conversation, events, messages, tokens, decisions, first_at, last_at}]
                decisions: [{conversation, seq, at, trigger, policy, version, params, rung, limits, target, before,
                after, actions, reasons, failures, undone, spans, discarded_tokens, event}]
+               before and after hold kv_bytes and storage too where the budget of KV bytes was what limited
                rung: 1 the policy, 2 the policy told what failed, 3 the core's own clamp; failures: codes of what
                did not work before; undone: the session was rewound past it, so its spans are live again
     """
@@ -74,8 +75,22 @@ def show(db: str, conversation: str | None, as_json: bool) -> None:
 
 
 def _with_reasons(log: AuditLog, row: DecisionRow) -> dict[str, Any]:
-    reasons = dict.fromkeys(span.reason for span in log.spans(row.conversation, row.seq) if span.reason)
-    return {**asdict(row), "params": dict(row.params), "reasons": list(reasons)}
+    reasons = [span.reason for span in log.spans(row.conversation, row.seq) if span.reason]
+    reasons += _reasons_without_spans(log, row)
+    return {**asdict(row), "params": dict(row.params), "reasons": list(dict.fromkeys(reasons))}
+
+
+def _reasons_without_spans(log: AuditLog, row: DecisionRow) -> list[str]:
+    """Why a decision quantized: nothing left the view, so no span says it."""
+    from compaction.errors import LogMissing
+
+    if "quantize" not in row.actions:
+        return []
+    plan = next(log.events(row.conversation, row.seq - 1)).payload["plan"]
+    try:
+        return [log.text(bytes.fromhex(a["reason"]["t"])) for a in plan if a["do"] == "quantize"]
+    except LogMissing:  # erased
+        return []
 
 
 def _decision_cells(row: dict[str, Any]) -> tuple[object, ...]:
@@ -88,8 +103,13 @@ def _decision_cells(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _why(row: dict[str, Any]) -> str:
-    """The reasons of what was done, and what else it took: a later rung, failures before it."""
+    """The reasons of what was done, what became of the bytes, and what else it took: a later rung, failures before."""
+    from compaction.cli.output import mib
+
     notes = []
+    if "quantize" in row["actions"]:
+        after = row["after"]
+        notes.append(f"{after['storage']}, KV {mib(row['before']['kv_bytes'])} to {mib(after['kv_bytes'])}")
     if row["rung"] > 1:
         notes.append("the core's own clamp" if row["rung"] == 3 else f"rung {row['rung']}")
     if row["failures"]:

@@ -53,13 +53,15 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
     Examples:
       compaction run talk.jsonl --budget 2048 --log a.db
       compaction run talks.jsonl.gz --limit 5 --budget 2048 --policy sliding_window:keep_last=4 --log a.db --plot a.png
-      compaction run talk.json --kv-budget 64MiB --policy truncate --log a.db --json
+      compaction run talk.json --kv-budget 64MiB --policy quantize --log a.db --json
 
     \b
     JSON keys:
       conversations messages turns         what was played; turns: recorded assistant messages
       compactions discarded_spans discarded_tokens
       budget_tokens peak_tokens            the limit, and the largest forward pass (summaries' passes included)
+      budget_kv_bytes                      of --kv-budget, else null; budget_tokens is then what it comes to in the
+                                           model's own number format: a quantized cache holds more
       kv_bytes                             largest KV cache after a turn, measured from the tensors
       peak_kv_bytes                        the same at any allocation: a growing arena stands beside the old one
       prefilled_tokens reused_tokens       fed to the model, and found in its cache
@@ -94,6 +96,7 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
             engine,
             options["policy"] or "default",
             limit,
+            None if budget.kv_bytes is None else int(budget.kv_bytes),
             options["log_path"],
             player,
             time.monotonic() - began,

@@ -17,12 +17,13 @@ __all__ = ["Played", "show"]
 
 @dataclass(frozen=True)
 class Played:
-    """What was played, and how; `limit` in tokens."""
+    """What was played, and how; `limit` in tokens, `kv_limit` in bytes where those are limited."""
 
     recordings: list[Recording]
     engine: TransformersEngine
     policy: str
     limit: int
+    kv_limit: int | None
     log_path: str | None
     player: Player
     seconds: float
@@ -50,6 +51,7 @@ class Played:
             "discarded_tokens": figures.discarded_tokens,
             "budget_tokens": self.limit,
             "peak_tokens": figures.peak_tokens,
+            "budget_kv_bytes": self.kv_limit,
             "kv_bytes": figures.kv_bytes,
             "peak_kv_bytes": figures.peak_kv_bytes,
             "prefilled_tokens": figures.prefilled_tokens,
@@ -76,7 +78,7 @@ def show(played: Played, result: dict[str, Any], plot: str | None) -> None:
     fed = result["prefilled_tokens"] + result["reused_tokens"]
     reused = f" ({result['reused_tokens'] / fed:.0%} of all prompt tokens)" if fed else ""
     resumed = f", {result['resumed_messages']:,} of them in the log before" if result["resumed_messages"] else ""
-    kv_limit = mib(played.limit * played.engine.kv_bytes_per_token)
+    kv_limit = mib(played.kv_limit or played.limit * played.engine.kv_bytes_per_token)
     kept = "; all in the log" if result["log"] else ""
     rows: list[tuple[str, object]] = [
         ("model", f"{result['model']} on {played.engine.model.device}"),
