@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compaction.budget import Budget
+    from compaction.kv.residency.pool import Pool
     from compaction.manager import Compacted, SessionManager, compact
     from compaction.prepared import Prepared, Reply
     from compaction.session import Session
 
-__all__ = ["Budget", "Compacted", "Prepared", "Reply", "Session", "SessionManager", "compact"]
+__all__ = ["Budget", "Compacted", "Pool", "Prepared", "Reply", "Session", "SessionManager", "compact"]
 
 _HOMES = {
     "Budget": "compaction.budget",
     "Compacted": "compaction.manager",
+    "Pool": "compaction.kv.residency.pool",
     "Prepared": "compaction.prepared",
     "Reply": "compaction.prepared",
     "Session": "compaction.session",

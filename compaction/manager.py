@@ -18,6 +18,7 @@ from compaction.budget import Budget, Window
 from compaction.decide import Decision
 from compaction.errors import InvalidBudget, InvalidInput, InvalidPolicy
 from compaction.fulfil import CallableSummarizer, EngineSummarizer
+from compaction.kv.residency.pool import Pool, PoolView
 from compaction.ledger import Settings
 from compaction.middleware import Wrapper
 from compaction.policies import default_policy
@@ -69,6 +70,8 @@ class SessionManager:
             evicts and inserts in place (docs/splice.md), and falls back to exact where that cannot be done.
         divergence_rate: the fraction of spliced turns, drawn by `rng`, whose divergence from exact is measured and
             logged; each costs a prefill and a second cache for the moment.
+        pool: bytes that the caches of all conversations may hold together, "2GiB" on the device or a `Pool` of tiers
+            (docs/residency.md); whose turn it is not may then be parked. It is the engine's: one for all its managers.
         clock, ids, rng: injected for determinism.
     """
 
@@ -84,6 +87,7 @@ class SessionManager:
         summarizer: Summarizer | None = None,
         apply: Apply = "exact",
         divergence_rate: float = 0.0,
+        pool: Pool | int | str | None = None,
         clock: Clock = utc_now,
         ids: Ids = message_id,
         rng: Rng = secrets.token_bytes,
@@ -113,6 +117,7 @@ class SessionManager:
             apply=apply,
             divergence_rate=divergence_rate,
         )
+        self._pool = _pooled(engine, Pool.of(pool)) if pool is not None else None
         self._sessions: dict[str, Session] = {}
         self._lock = threading.RLock()
 
@@ -120,6 +125,11 @@ class SessionManager:
     def log(self) -> Log:
         """The log all sessions write to."""
         return self.settings.log
+
+    @property
+    def pool(self) -> PoolView | None:
+        """The pool at work: figures, where a conversation's cache is, pins. None where none was given."""
+        return self._pool
 
     @property
     def conversations(self) -> tuple[str, ...]:
@@ -164,6 +174,14 @@ def _check_parts(policy: Policy, budget: Budget, log: Log | None, counter: Count
         raise InvalidInput(f"log is a log, for example AuditLog('audit.db'), not {log!r}")
     if counter is not None and not callable(getattr(counter, "request", None)):
         raise InvalidInput(f"counter is a counter, for example TiktokenCounter(), not {counter!r}")
+
+
+def _pooled(engine: object, pool: Pool) -> PoolView:
+    """Raises InvalidInput where there are no caches that could be parked."""
+    use: Callable[[Pool], PoolView] | None = getattr(engine, "use_pool", None)
+    if use is None:
+        raise InvalidInput("pool= needs an engine that holds live caches: pass engine=TransformersEngine(…)")
+    return use(pool)
 
 
 def _check_storages(policy: Policy, engine: object) -> None:

@@ -114,7 +114,8 @@ class Usage:
     `prefilled` + `reused` = `prompt_tokens`. `peak_tokens` is the largest cache length of any forward pass. Bytes are
     measured from the tensors' storages (None where the engine is remote). `why` says why tokens were prefilled that
     stood in the cache before: "" (only new ones), "first", "compaction", "edited", "template", "retokenized",
-    "uncroppable" (a sliding or stateful layer could not be cut back), "spliced" (it had been edited in place).
+    "uncroppable" (a sliding or stateful layer could not be cut back), "spliced" (it had been edited in place); where
+    the cache had been parked and did not come back, "parked away", "fingerprint", "corrupted" or "missing".
     `applied` says how the cache was brought to the prompt (docs/splice.md); None where the engine does not tell.
     """
 

@@ -24,7 +24,7 @@ from compaction.kv.probe import probe
 from compaction.kv.residency import Pool
 from compaction.kv.residency.blocks import BlockStore
 from compaction.kv.residency.files import file_bytes, read_parcel, write_parcel
-from compaction.kv.residency.fingerprint import Identity, ids_digest
+from compaction.kv.residency.fingerprint import Identity, ids_digest, tokenizer_digest
 from compaction.kv.residency.folder import Folder
 from compaction.kv.residency.layers import dump_layer
 from compaction.kv.residency.parcel import Parcel
@@ -36,6 +36,7 @@ from compaction.kv.splice import Splicer
 from tests.fixtures_models import tiny_model, tiny_tokenizer
 from tests.kv.architectures import ARCHITECTURES, config_of, model_of
 
+TOKENIZER = tokenizer_digest(tiny_tokenizer())
 CPU = torch.device("cpu")
 MINE = {"model": "m", "conversation": "c", "ids": "1"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -511,14 +512,14 @@ def test_discarding_removes_the_file(shelf: Shelf, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def identity() -> Identity:
     """Of a tiny Llama."""
-    return Identity.of(tiny_model("llama"), tiny_tokenizer(), name="tiny")
+    return Identity.of(tiny_model("llama"), TOKENIZER, name="tiny")
 
 
 def test_the_same_model_has_the_same_fingerprint(identity: Identity) -> None:
     """Looked at again, and also after it has computed something."""
     Forward(tiny_model("llama"))(Forward(tiny_model("llama")).new_cache(8), [5, 6], 0)
 
-    assert Identity.of(tiny_model("llama"), tiny_tokenizer(), name="tiny") == identity
+    assert Identity.of(tiny_model("llama"), TOKENIZER, name="tiny") == identity
     assert identity.fingerprint("c", ids_digest([1, 2])) == identity.fingerprint("c", ids_digest([1, 2]))
 
 
@@ -530,7 +531,7 @@ def test_trained_weights_are_another_model(identity: Identity) -> None:
     try:
         with torch.no_grad():
             weight.add_(1e-3)
-        changed = Identity.of(model, tiny_tokenizer(), name="tiny")
+        changed = Identity.of(model, TOKENIZER, name="tiny")
     finally:
         with torch.no_grad():
             weight.copy_(before)
@@ -544,9 +545,9 @@ def test_an_adapter_that_is_switched_on_is_another_model(identity: Identity) -> 
     layer = model.model.layers[0].mlp
     layer.active_adapters, layer.disable_adapters = ["french"], False
     try:
-        on = Identity.of(model, tiny_tokenizer(), name="tiny")
+        on = Identity.of(model, TOKENIZER, name="tiny")
         layer.disable_adapters = True
-        off = Identity.of(model, tiny_tokenizer(), name="tiny")
+        off = Identity.of(model, TOKENIZER, name="tiny")
     finally:
         del layer.active_adapters, layer.disable_adapters
 
@@ -563,7 +564,7 @@ def test_each_part_makes_another_fingerprint(identity: Identity) -> None:
         replace(identity, storage="k8v4").fingerprint("c", one),
         replace(identity, dtype="float16").fingerprint("c", one),
         replace(identity, tokenizer="other").fingerprint("c", one),
-        Identity.of(tiny_model("qwen3"), tiny_tokenizer(), name="tiny").fingerprint("c", one),
+        Identity.of(tiny_model("qwen3"), TOKENIZER, name="tiny").fingerprint("c", one),
     ]
 
     assert len({json.dumps(item, sort_keys=True) for item in made}) == len(made)
@@ -586,7 +587,7 @@ def test_an_eviction_is_undone_bit_by_bit(name: str, tier: str, tmp_path: Path) 
         forward(each, ids(30), 0)
     splicer = Splicer(cache, probe(model), slot_map)
     pool = Pool(1, host="1MiB") if tier == "host" else Pool(1, disk=(tmp_path, "1MiB"))
-    store = BlockStore(pool, Identity.of(model, tiny_tokenizer(), name=name))
+    store = BlockStore(pool, Identity.of(model, TOKENIZER, name=name))
 
     blocks = [*splicer.evict([(4, 9), (11, 15)], park=True).parked]
     for key, block in enumerate(blocks):

@@ -120,7 +120,7 @@ class _FileTensors(Mapping[str, torch.Tensor]):
         try:
             with self._path.open("rb") as file:
                 file.seek(self._start + begin)
-                count = file.readinto(memoryview(raw.numpy())) if end > begin else 0  # type: ignore[attr-defined]
+                count = file.readinto(raw.numpy().data) if end > begin else 0
         except OSError as exc:
             raise CacheRefused("missing", f"{self._path.name} cannot be read ({exc.strerror or exc})") from exc
         if count != end - begin:
@@ -159,7 +159,7 @@ def _pieces(header: bytes, parcel: Parcel) -> Iterator[bytes | memoryview]:
     yield header
     for _, tensor in _ordered(parcel):
         if tensor.numel():
-            yield memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            yield tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _read_header(path: Path, file: BinaryIO) -> _Header:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ class Identity:
     transformers: str
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, *, name: str, storage: str = "full") -> Identity:
-        """Look at a model as it is now.
+    def of(cls, model: Any, tokenizer: str, *, name: str, storage: str = "full") -> Identity:
+        """Look at a model as it is now; `tokenizer` is the `tokenizer_digest` of its tokenizer.
 
         Of each weight 32 elements are read, evenly spread, which takes milliseconds: training, merging or loading other
         weights changes nearly all elements, and it is such changes that are to be noticed. `storage` says how layers
@@ -45,11 +45,19 @@ class Identity:
             model=name,
             config=_digest([_config(model)]),
             weights=_digest([*_weights(model), *_adapters(model)]),
-            tokenizer=tokenizer_digest(tokenizer),
+            tokenizer=tokenizer,
             dtype=str(model.dtype).removeprefix("torch."),
             storage=storage,
             transformers=str(transformers.__version__),
         )
+
+    def again(self, model: Any) -> Identity:
+        """The same with the model's weights, adapters and number format as they are now.
+
+        Only these are looked at: while a pass runs in another thread, the config may name another attention.
+        """
+        dtype = str(model.dtype).removeprefix("torch.")
+        return replace(self, weights=_digest([*_weights(model), *_adapters(model)]), dtype=dtype)
 
     def fingerprint(self, conversation: str, ids: str) -> dict[str, str]:
         """The fingerprint of a conversation's cache; `ids` is `ids_digest` of its tokens."""

@@ -18,7 +18,7 @@ from compaction.kv.residency.layers import dump_layer, load_layer
 from compaction.kv.residency.parcel import Parcel
 from compaction.kv.slot_map import SlotMap, SlotRows
 
-__all__ = ["Restored", "pack_block", "pack_cache", "packed_slots", "unpack_block", "unpack_cache"]
+__all__ = ["Restored", "pack_block", "pack_cache", "packed_slots", "packed_tokens", "unpack_block", "unpack_cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,14 @@ def unpack_cache(parcel: Parcel, layers: list[Any], device: torch.device) -> Res
     return Restored(slot_map, parcel.meta["extra"])
 
 
+def packed_tokens(parcel: Parcel) -> int:
+    """Tokens of a packed cache."""
+    return len(parcel.meta["slots"]["ids"])
+
+
 def packed_slots(parcel: Parcel) -> list[int]:
     """Slots held, layer by layer; for layers that do not count slots, the conversation's tokens."""
-    tokens = len(parcel.meta["slots"]["ids"])
+    tokens = packed_tokens(parcel)
     return [int(layer.get("own", {}).get("held", tokens)) for layer in parcel.meta["layers"]]
 
 
