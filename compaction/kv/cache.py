@@ -1,8 +1,9 @@
 """A conversation's KV cache in arenas: a transformers `Cache` that is written in place.
 
 Invariant: keys, values, lengths and mask sizes are those of transformers' `DynamicCache(config=…)`, which decides what
-kind of layer each one is; only where they lie differs. Full and sliding-window layers are arenas; recurrent,
-convolutional, indexed and shared layers stay transformers' own. Between steps of growth nothing is allocated.
+kind of layer each one is; only where they lie differs, and, with a `storage`, how exactly the older ones are kept. Full
+and sliding-window layers are arenas; recurrent, convolutional, indexed and shared layers stay transformers' own.
+Between steps of growth nothing is allocated.
 Memory: at rest no full layer has more than `capacity` slots, no sliding one more than its window and a quarter; while
 one layer grows, its old keys or values stand beside the new ones, and no other layer's do.
 How to edit a layer in place stands in `compaction.kv.arena`. Knows nothing about messages or token ids.
@@ -10,7 +11,7 @@ How to edit a layer in place stands in `compaction.kv.arena`. Knows nothing abou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ from transformers.cache_utils import (
 
 from compaction.errors import EngineError, InvalidInput
 from compaction.kv.arena import ArenaLayer, Meta, Meter
-from compaction.kv.measure import logical_bytes, storage_bytes
+from compaction.kv.measure import Saving, logical_bytes, saving, storage_bytes
+from compaction.kv.quantization.angles import Shared
+from compaction.kv.quantization.layer import QuantizedLayer
+from compaction.kv.quantization.settings import Setting, Storage, by_layer
+from compaction.kv.rope import RotaryPlan
 
 __all__ = ["ArenaCache", "ArenaLayer", "ArenaSlidingLayer", "Meter"]
 
@@ -166,20 +171,100 @@ class ArenaCache(DynamicCache):
         config: the model's; which layers there are is read from it as `DynamicCache(config=…)` does.
         capacity: tokens it may hold (from the budget); None: no limit.
         step: slots by which a layer grows at least.
+        storage: how full-attention layers are stored ("k8v4", a Setting, one a layer, a mapping from layer to one);
+            None: as the model makes keys and values. Layers of other kinds stay as they are: `storages` tells.
+        plan: what `compaction.kv.probe.probe` found for the model; needed for `storage`.
+        compiled: whether quantized layers are read by `torch.compile`d code, which takes seconds once.
 
     `update` raises EngineError where `capacity` is exceeded.
     """
 
-    def __init__(self, config: Any, *, capacity: int | None = None, step: int = 256) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        capacity: int | None = None,
+        step: int = 256,
+        storage: Storage = None,
+        plan: RotaryPlan | None = None,
+        compiled: bool = False,
+    ) -> None:
         self.capacity, self.meter = capacity, Meter()
+        self._step = step
         kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-        arena = {"capacity": capacity, "step": step, "meter": self.meter}
-        Cache.__init__(self, layers=[_layer(kind, more, arena) for kind, more in zip(kinds, options, strict=True)])
+        # Where layers read keys of earlier ones, what those were shown must outlive the next layer's pass.
+        self.shared = Shared(private="DummyLayer" in {DYNAMIC_LAYER_TYPE_MAPPING[kind].__name__ for kind in kinds})
+        layers = [_layer(kind, more, self._arena) for kind, more in zip(kinds, options, strict=True)]
+        for index, setting in enumerate(by_layer(storage, len(layers))):
+            if setting is not None and type(layers[index]) is ArenaLayer:
+                layers[index] = self._quantized(index, setting, plan, compiled)
+        Cache.__init__(self, layers=layers)
 
     @property
     def arenas(self) -> list[ArenaLayer]:
         """The layers that are arenas, in the model's order."""
         return [layer for layer in self.layers if isinstance(layer, ArenaLayer)]
+
+    @property
+    def storages(self) -> list[str]:
+        """How each layer is stored: a setting's name, or "full" and the kind of layer."""
+        return [
+            layer.setting.name if isinstance(layer, QuantizedLayer) else f"full ({type(layer).__name__})"
+            for layer in self.layers
+        ]
+
+    def announce(self, positions: Sequence[int]) -> None:
+        """Say which positions the coming pass's tokens have; needed for quantized layers of models whose attention does
+        not hand positions to its cache (GPT-NeoX, Falcon, StableLM: without it their update raises EngineError).
+        """
+        held = [layer.held for layer in self.layers if isinstance(layer, QuantizedLayer)]
+        self.shared.announce(max(held, default=0), positions)
+
+    @torch.no_grad()
+    def quantize(
+        self, storage: Storage, plan: RotaryPlan, positions: Sequence[int] | None = None, *, compiled: bool = False
+    ) -> Saving:
+        """Store full-attention layers by codes from now on, those that hold something already included.
+
+        Args:
+            storage: as above; layers that are quantized already stay as they are, for codes are made once.
+            plan: what the probe found.
+            positions: of the slots held; None: 0, 1, 2, …
+            compiled: as above.
+
+        Returns bytes before and after, measured from the storages. Raises InvalidInput, with nothing changed, where
+        positions and slots do not agree.
+        """
+        before = storage_bytes(self)
+        chosen = by_layer(storage, len(self.layers))
+        wanted = {i: s for i, s in enumerate(chosen) if s is not None and type(self.layers[i]) is ArenaLayer}
+        held = {self.layers[index].held for index in wanted}
+        at = list(range(max(held, default=0))) if positions is None else list(positions)
+        if held - {len(at)}:
+            raise InvalidInput(f"{len(at)} positions were given for layers that hold {sorted(held)} slots")
+        made = {index: self._quantized(index, setting, plan, compiled) for index, setting in wanted.items()}
+        for index, layer in made.items():
+            full = self.layers[index]
+            if full.is_initialized:
+                states = {"keys": full.key_slice(0, full.held), "values": full.value_slice(0, full.held)}
+                layer.take(states, torch.tensor(at, dtype=torch.int32, device=full.device)[None])
+            self.layers[index] = layer
+            full.reset()
+        return saving(before, self, self.meter.held + self._others())
+
+    def _quantized(self, index: int, setting: Setting, plan: RotaryPlan | None, compiled: bool) -> QuantizedLayer:
+        if plan is None:
+            raise InvalidInput("quantized storage needs the model's rotation: plan=compaction.kv.probe.probe(model)")
+        rope = plan.layers[index]
+        return QuantizedLayer(setting, rope, shared=self.shared, compiled=compiled, **self._arena)
+
+    @property
+    def _arena(self) -> dict[str, Any]:
+        return {"capacity": self.capacity, "step": self._step, "meter": self.meter}
+
+    def _others(self) -> int:
+        """Bytes that the meter does not count: layers that are no arenas, and what quantized layers share."""
+        return storage_bytes([[layer for layer in self.layers if not isinstance(layer, ArenaLayer)], self.shared])
 
     def reserve(self, tokens: int) -> None:
         """Allocate now for a conversation of `tokens`, so that nothing grows until then."""

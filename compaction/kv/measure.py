@@ -7,9 +7,12 @@ Knows nothing about models or conversations, and imports no torch: a tensor is w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["logical_bytes", "storage_bytes", "tensors_in"]
+from compaction.errors import EngineError
+
+__all__ = ["Saving", "logical_bytes", "saving", "storage_bytes", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -53,3 +56,35 @@ def storage_bytes(value: Any) -> int:
 def logical_bytes(value: Any) -> int:
     """Bytes of the elements that the tensors in `value` show; smaller than `storage_bytes` where a view hides some."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Bytes of distinct storages before and after something was made smaller."""
+
+    before: int
+    after: int
+
+    @property
+    def saved(self) -> int:
+        """Bytes that are free now; negative where it grew."""
+        return self.before - self.after
+
+    @property
+    def ratio(self) -> float:
+        """What is left, as a fraction of what there was."""
+        return self.after / self.before if self.before else 1.0
+
+
+def saving(before: int, value: Any, claimed: int) -> Saving:
+    """The saving from `before` bytes to what `value` holds now, of which `claimed` bytes are said to be left.
+
+    Raises EngineError where the distinct storages hold more than that: a view keeps all of its memory alive, and codes
+    beside the tensors they were made from save nothing.
+    """
+    after = storage_bytes(value)
+    if after > claimed:
+        raise EngineError(
+            f"{claimed:,} bytes should be left of {before:,}, the storages hold {after:,}: the saving is not there"
+        )
+    return Saving(before, after)

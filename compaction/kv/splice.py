@@ -26,7 +26,7 @@ from compaction.errors import CannotSplice, InvalidInput
 from compaction.kv.edits import Block, Edit, Piece, plan_compaction, plan_eviction, plan_insertion
 from compaction.kv.rope import RotaryPlan, Rotation, Turn, carry, rotate
 from compaction.kv.slot_map import Mode, SlotMap, SlotRows
-from compaction.kv.slots import Slots, slots_of
+from compaction.kv.slots import QuantizedSlots, Slots, slots_of
 
 __all__ = ["Block", "Encoder", "Spliced", "Splicer"]
 
@@ -190,6 +190,9 @@ class Splicer:
         """A copy of slots [start, end) as they are."""
         tensors = []
         for layer in slots:
+            if isinstance(layer, QuantizedSlots):
+                tensors.append(layer.cut(start, end))
+                continue
             oldest = len(self.slot_map) - layer.held if layer is not None else end
             a, b = max(start, oldest) - oldest, end - oldest
             held = layer.tensors() if layer is not None and a < b else {}
@@ -203,6 +206,9 @@ class Splicer:
         underfilled = []
         for index, layer in enumerate(slots):
             if layer is None:
+                continue
+            if isinstance(layer, QuantizedSlots):
+                layer.apply(edit, index)
                 continue
             rotations = {rotation.where: rotation for rotation in self.plan.layers[index].rotations}
             if layer.window is None and layer.held == len(self.slot_map):
