@@ -89,4 +89,13 @@ SECTIONS = (
             "splice_summary_first_token_vs_exact": Target("ratio", "<=", 0.12),
         },
     ),
+    Section(
+        "pool",
+        "Twenty conversations under a pool for five",
+        {
+            **{f"pool_{tier}_turn_vs_prefill": Target("ratio", "<=", 0.2) for tier in ("host", "disk")},
+            **{f"pool_{tier}_exact": Target("different", "<=", 0) for tier in ("host", "disk")},
+            **{f"pool_{tier}_bytes": Target("ratio", "<=", 1.0) for tier in ("host", "disk")},
+        },
+    ),
 )

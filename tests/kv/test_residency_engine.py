@@ -466,7 +466,8 @@ def test_a_manager_takes_a_pool(tmp_path: Path) -> None:
         session.generate(max_new_tokens=4)
 
     pool = manager.pool
-    assert pool is not None and pool is engine.pool
+    assert pool is not None
+    assert [engine.pool] == [pool]
     assert pool.usage().device.budget == budget
     again = SessionManager(engine=engine, budget=Budget(tokens=400), pool=pool.budget)
     assert again.pool is pool
