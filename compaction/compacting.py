@@ -42,7 +42,7 @@ def compact_once(ledger: Ledger, limits: Limits, trigger: str) -> Decision | Hel
             ledger.tally.tools,
             _summarizer(ledger, limits),
             view.entries,
-            _scorer(ledger, view),
+            _scorer(ledger, view, limits),
         )
         made.append(decide(view, limits, ledger.settings.policy, recorder, trigger=trigger))
         if ledger.overtaken != overtaken:  # somebody appended while a summary was being written
@@ -87,14 +87,14 @@ def _own_limit(ledger: Ledger, limits: Limits) -> int:
     return min(limits.limit, limits.kv_bytes // per_token) if limits.kv_bytes and per_token else limits.limit
 
 
-def _scorer(ledger: Ledger, view: View) -> Callable[[str], Sequence[float]] | None:
+def _scorer(ledger: Ledger, view: View, limits: Limits) -> Callable[[str], Sequence[float | None]] | None:
     engine: object = ledger.settings.engine
     if not isinstance(engine, ScoresEntries):
         return None
 
-    def ask(kind: str) -> Sequence[float]:
+    def ask(kind: str) -> Sequence[float | None]:
         messages = [entry.render(view.messages) for entry in view.entries]
-        return engine.scores(ledger.id, kind, messages, ledger.tally.tools)
+        return engine.scores(ledger.id, kind, messages, ledger.tally.tools, limit=limits.limit)
 
     return ask
 

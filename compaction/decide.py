@@ -144,17 +144,21 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What an engine said the entries are worth, rounded, in the order of the view; `error` where it could not."""
+    """What an engine said the entries are worth, rounded, in the order of the view; `error` where it could not.
+
+    None: of this entry it could not tell.
+    """
 
     kind: str
-    values: tuple[float, ...]
+    values: tuple[float | None, ...]
     error: str | None = None
 
     def by_entry(self, entries: Sequence[Entry]) -> Mapping[str, float]:
         """The figures by entry id. Raises ScoresUnavailable where there are none."""
         if self.error is not None:
             raise ScoresUnavailable(self.kind, self.error)
-        return {entry.id: value for entry, value in zip(entries, self.values, strict=True)}
+        pairs = zip(entries, self.values, strict=True)
+        return {entry.id: value for entry, value in pairs if value is not None}
 
 
 @dataclass
@@ -168,7 +172,7 @@ class Recorder:
     tools: Sequence[Mapping[str, Any]] | None
     summarize: Any = None
     entries: Sequence[Entry] = ()
-    score: Callable[[str], Sequence[float]] | None = None
+    score: Callable[[str], Sequence[float | None]] | None = None
     scored: dict[str, Scores] = field(default_factory=dict)
     answers: list[int] = field(default_factory=list)
     fulfilled: list[Summary] = field(default_factory=list)
@@ -199,10 +203,10 @@ class Recorder:
         if self.score is None:
             return Scores(kind, (), "there is no engine here that scores")
         try:
-            values = tuple(_rounded(value) for value in self.score(kind))
+            values = tuple(None if value is None else _rounded(value) for value in self.score(kind))
         except Exception as exc:  # noqa: BLE001  a model may fail in any way: it is recorded, the next rung plans
             return Scores(kind, (), f"{type(exc).__name__}: {_said(exc)}")
-        if len(values) != len(self.entries) or not all(map(math.isfinite, values)):
+        if len(values) != len(self.entries) or not all(value is None or math.isfinite(value) for value in values):
             return Scores(
                 kind, (), f"the engine gave {len(values)} figures for {len(self.entries)} entries, or no numbers"
             )

@@ -261,10 +261,13 @@ class ScoresEntries(Protocol):
         kind: str,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-    ) -> Sequence[float]:
-        """One figure for each message, higher is worth more; what `generate` would be sent stays as it is.
+        *,
+        limit: int,
+    ) -> Sequence[float | None]:
+        """One figure for each message, higher is worth more; None for one the cache does not hold. It stays as it is.
 
-        Raises EngineError for a kind it does not know or a model it cannot score.
+        No forward pass holds more than `limit` tokens. Raises EngineError for an unknown kind, or where model or
+        cache cannot be scored.
         """
 
 

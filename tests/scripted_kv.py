@@ -64,8 +64,8 @@ class KVEngine(ScriptedEngine):
         return Quantized(storage, before, self.kv_bytes(conversation), 0.005, 0.07)
 
     def scores(
-        self, conversation: str, kind: str, messages: Sequence[Mapping[str, Any]], tools: Any
-    ) -> Sequence[float]:
+        self, conversation: str, kind: str, messages: Sequence[Mapping[str, Any]], tools: Any, *, limit: int
+    ) -> Sequence[float | None]:
         """One figure a message. Raises EngineError for a kind that is none."""
         self.calls.append(("scores", conversation, kind))
         if kind == "kvzip":
