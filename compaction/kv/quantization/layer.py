@@ -488,7 +488,7 @@ class QuantizedLayer(ArenaLayer):
         for region in self._regions():
             region.select(lambda t: _own(change(t.expand(batch, -1, -1, -1))))
         if self._centre is not None:
-            self._centre = _own(change(self._centre))
+            self.centre = change(self._centre)
         self._like = {name: change(like) for name, like in self._like.items()}
 
 
