@@ -1,0 +1,237 @@
+"""A long conversation in small: 30,000 tokens through a budget of 1,024, in splice mode and in exact mode.
+
+`python -m tests.benchmarks.bench_long` (SmolLM2, float32). The dialogues of MemoryBank, one after the other, are one
+conversation of two sessions with the default policy: one prefills what follows a cut, one splices. Before each message
+counts as history, both have to predict it: it is teacher-forced as it enters, and every token of its text but the first
+(the pass before may have foretold that) is scored against what each session has in its cache by then. Perplexities are
+over all those tokens; the ratio is splice to exact. Positions pass the trained 8,192, so that keys are turned on the
+way. KV bytes are measured after each turn, RSS is that of the process, which holds both sessions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from compaction.budget import Budget
+from compaction.engines import TransformersEngine
+from compaction.engines.live_cache import LiveCache
+from compaction.manager import SessionManager
+from compaction.ports import Apply
+from compaction.session import Session
+from tests.benchmarks.documents import DATA
+from tests.fixtures_models import smollm2_engine
+
+__all__ = ["run"]
+
+TOKENS, BUDGET = 30_000, 1_024
+SOURCE = DATA / "memorybank_en.jsonl.gz"
+APPLIED: tuple[Apply, ...] = ("splice", "exact")
+
+
+class Watched(TransformersEngine):
+    """Keeps the log-probability of every token but the first of each pass: by slot, of each cache."""
+
+    def watch(self) -> None:
+        """From now on."""
+        self.foretold: dict[int, dict[int, float]] = {}
+        self._hidden: torch.Tensor | None = None
+        self.model.model.register_forward_hook(self._keep)
+
+    def _keep(self, module: Any, given: Any, made: Any) -> None:
+        self._hidden = made[0] if isinstance(made, tuple) else made.last_hidden_state
+
+    @torch.no_grad()
+    def _feed(self, live: LiveCache, ids: list[int]) -> torch.Tensor:
+        first = len(live)
+        logits = super()._feed(live, ids)
+        if self._hidden is None or self._hidden.shape[1] != len(ids):
+            raise RuntimeError("the pass was not seen")
+        rows = torch.log_softmax(self.model.lm_head(self._hidden[0, :-1]).float(), -1)
+        found = self.foretold.setdefault(id(live), {})
+        for slot, row, token in zip(range(first + 1, first + len(ids)), rows, ids[1:], strict=True):
+            found[slot] = float(row[token])
+        return logits
+
+
+@dataclass
+class Side:
+    """One of the two sessions and its figures."""
+
+    engine: Watched
+    session: Session
+    loss: list[float] = field(default_factory=list)
+    kv_bytes: list[int] = field(default_factory=list)
+    applied: list[dict[str, Any]] = field(default_factory=list)
+    reanchored: int = 0
+    cpu: float = 0.0
+    prefilled: int = 0
+    peak: int = 0
+    compactions: int = 0
+    highest: int = 0
+
+    def take(self, message: dict[str, str]) -> None:
+        """The message enters: its text is scored behind what the cache holds then."""
+        began = time.thread_time()
+        self.session.append(message)
+        reply = self.session.probe(max_new_tokens=1)
+        self.cpu += time.thread_time() - began
+        live = self.engine._conversations[self.session.id].live
+        scores = self.engine.foretold.pop(id(live))
+        template = self.engine.template
+        text = len(template.text_ids(message["content"]))
+        end = reply.usage.prompt_tokens - self.engine._opening - _closing(self.engine)
+        self.loss += [-scores[slot] for slot in range(end - text + 1, end)]
+        usage = reply.usage
+        self.kv_bytes.append(usage.kv_bytes or 0)
+        self.applied.append(dict(usage.applied or {}))
+        self.prefilled += usage.prefilled
+        self.peak = max(self.peak, usage.peak_tokens)
+        self.compactions += reply.decision is not None
+        self.highest = max(self.highest, live.slot_map.next_position)
+
+    def figures(self) -> dict[str, Any]:
+        """What came of it."""
+        done = [a for a in self.applied if a.get("how") == "splice"]
+        return {
+            "perplexity": perplexity(self.loss),
+            "perplexity_thirds": [perplexity(part) for part in thirds(self.loss)],
+            "cpu_s": round(self.cpu, 1),
+            "prefilled": self.prefilled,
+            "compactions": self.compactions,
+            "peak_tokens": self.peak,
+            "highest_position": self.highest,
+            "kv_bytes_first": self.kv_bytes[len(self.kv_bytes) // 15],
+            "kv_bytes_largest": max(self.kv_bytes),
+            "kv_bytes_last": self.kv_bytes[-1],
+            "spliced": len(done),
+            "compact": sum(a.get("mode") == "compact" for a in done),
+            "evicted": sum(a.get("evicted", 0) for a in done),
+            "moved": sum(a.get("moved", 0) for a in done),
+            "drift": max((a.get("drift", 0) for a in done), default=0),
+            "reanchored": sum(a.get("reanchored", 0) for a in done),
+            "refused": sorted({a["refused"] for a in self.applied if a.get("refused")}),
+        }
+
+
+def _closing(engine: TransformersEngine) -> int:
+    """Tokens that close a message."""
+    asked = [{"role": "user", "content": "a"}]
+    ids = engine.template.ids(asked, None, generation_prompt=False)
+    at = len(ids) - 1 - ids[::-1].index(engine.template.text_ids("a")[0])
+    return len(ids) - 1 - at
+
+
+def perplexity(loss: Sequence[float]) -> float:
+    """exp of the mean."""
+    return math.exp(sum(loss) / len(loss))
+
+
+def thirds(loss: Sequence[float]) -> Iterator[Sequence[float]]:
+    """Beginning, middle and end."""
+    size = -(-len(loss) // 3)
+    return (loss[at : at + size] for at in range(0, len(loss), size))
+
+
+def messages(engine: TransformersEngine, tokens: int) -> list[dict[str, str]]:
+    """The dialogues in order, until they make so many tokens of text."""
+    found: list[dict[str, str]] = []
+    with gzip.open(SOURCE, "rt", encoding="utf-8") as file:
+        for line in file:
+            for message in json.loads(line)["messages"]:
+                text = message["content"].strip()
+                count = len(engine.template.text_ids(text))
+                if count:
+                    found.append({"role": message["role"], "content": text})
+                    tokens -= count
+                if tokens <= 0:
+                    return found
+    return found
+
+
+def rss() -> int:
+    """Bytes of memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * 4096
+
+
+def play(tokens: int, dtype: str, step: Callable[[int, int], None] = lambda done, of: None) -> dict[str, Any]:
+    """Both sessions through the conversation."""
+    made = smollm2_engine(dtype)
+    engine = Watched(made.model, tokenizer=made.tokenizer)
+    engine.watch()
+    sides = {
+        apply: Side(engine, SessionManager(engine, budget=Budget(tokens=BUDGET), apply=apply).session(apply))
+        for apply in APPLIED
+    }
+    told = messages(engine, tokens)
+    memory = []
+    for index, message in enumerate(told):
+        for side in sides.values():
+            side.take(message)
+        memory.append(rss())
+        step(index + 1, len(told))
+    splice, exact = sides["splice"].figures(), sides["exact"].figures()
+    budget = engine._splicing._budget
+    per_thousand = max(1, round(len(told) * 1_000 / tokens))
+    first, last = memory[per_thousand : 2 * per_thousand], memory[-per_thousand:]
+    figures = {
+        "ratio": splice["perplexity"] / exact["perplexity"],
+        "tokens": len(sides["exact"].loss),
+        "messages": len(told),
+        "budget": BUDGET,
+        "drift_budget": budget,
+        "within": float(
+            splice["drift"] <= budget
+            and max(splice["peak_tokens"], exact["peak_tokens"]) <= BUDGET
+            and splice["kv_bytes_largest"] <= BUDGET * engine.kv_bytes_per_token
+        ),
+        "cpu_ratio": splice["cpu_s"] / exact["cpu_s"],
+        "prefilled_ratio": splice["prefilled"] / exact["prefilled"],
+        "rss_second_thousand": sum(first) // len(first),
+        "rss_last_thousand": sum(last) // len(last),
+        "splice": splice,
+        "exact": exact,
+    }
+    engine.close()
+    return {"long_perplexity_splice_vs_exact": figures}
+
+
+def run(tokens: int = TOKENS, dtype: str = "float32") -> dict[str, Any]:
+    """All figures by name. Takes a quarter of an hour on two quiet cores."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("messages", total=None)
+        return play(tokens, dtype, lambda done, of: progress.update(task, completed=done, total=of))
+
+
+def main() -> int:
+    """Run and write the JSON. Exit 1 where the target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_long", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", type=Path, help="where the figures go; default: the screen")
+    asked = parser.parse_args()
+    figures = run(asked.tokens, asked.dtype)
+    text = json.dumps(figures, indent=2)
+    if asked.json:
+        asked.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    found = figures["long_perplexity_splice_vs_exact"]
+    return 0 if found["ratio"] <= 1.25 and found["within"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
