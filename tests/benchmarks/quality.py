@@ -39,7 +39,7 @@ from compaction.kv.cache import ArenaCache
 from tests.benchmarks.documents import CONTEXT, DATA, TAIL, Document, documents, passkeys
 from tests.fixtures_models import shared_smollm2_engine
 
-__all__ = ["Harness", "Measured", "Paired", "Reference", "paired", "streaming"]
+__all__ = ["DATA", "Harness", "Measured", "Paired", "Reference", "paired", "streaming"]
 
 Build = Callable[["Reference"], Any]
 _CHUNK = 256
@@ -81,6 +81,11 @@ class Measured:
     rank: list[float] = field(default_factory=list)
     log_prob: list[float] = field(default_factory=list)
     depth: list[float] = field(default_factory=list)
+
+    def extend(self, other: Measured) -> None:
+        """Add further documents."""
+        for name in ("kl", "found", "rank", "log_prob", "depth"):
+            getattr(self, name).extend(getattr(other, name))
 
     @property
     def mean(self) -> float:

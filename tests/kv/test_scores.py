@@ -62,7 +62,7 @@ def test_repeat_scores_are_the_models_own_weights(name: str) -> None:
     model = model_of(name, "float32")
     weights = eager_attentions(name, [*IDS, *PROMPT, *IDS])
 
-    scores = repeat_scores(model, full(model), IDS, position=len(IDS), prompt=PROMPT)
+    scores = repeat_scores(model, full(model), IDS, position=len(IDS), prompt=PROMPT).most
 
     scored = [(layer, whole) for layer, whole in zip(scores, weights, strict=True) if layer is not None]
     assert scored
@@ -80,10 +80,40 @@ def test_later_chunks_are_led_in_by_the_last_ids() -> None:
         part = eager_attentions("llama", tokens)[2][:, len(IDS) :, : len(IDS)].amax(1).view(2, -1, len(IDS)).amax(1)
         expected = part if expected is None else torch.maximum(expected, part)
 
-    scores = repeat_scores(model, full(model), IDS, position=len(IDS), prompt=PROMPT, chunk=20)
+    scores = repeat_scores(model, full(model), IDS, position=len(IDS), prompt=PROMPT, chunk=20).most
 
     assert scores[2] is not None and expected is not None
     torch.testing.assert_close(scores[2], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "projection"), [("llama", "o_proj"), ("qwen2, MQA", "o_proj"), ("gpt2", "c_proj")])
+def test_error_is_what_a_slot_adds_to_the_stream(name: str, projection: str) -> None:
+    """Squared weight, value through the head's output projection, relative to what enters the layer: query by query."""
+    model = model_of(name, "float32")
+    whole, cache = [*IDS, *PROMPT, *IDS], full(model)
+    weights = eager_attentions(name, whole)
+    with torch.no_grad():
+        stream = model(input_ids=torch.tensor([whole]), output_hidden_states=True).hidden_states
+    outputs = [getattr(m, projection) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, projection)]
+    outputs = [m for m in outputs if m.weight.shape == (64, 64)]  # GPT-2's MLP has a c_proj of its own
+
+    scores = repeat_scores(model, cache, IDS, position=len(IDS), prompt=PROMPT).error
+
+    for index, layer in enumerate(cache.arenas):
+        found = scores[index]
+        assert found is not None and layer.values is not None
+        new = slice(len(IDS), None)
+        inverse = (1 / stream[index][0, new].double().norm(dim=-1) ** 2).mean()
+        size, group = layer.values.shape[3], 4 // layer.values.shape[1]
+        expected = torch.zeros_like(found, dtype=torch.float64)
+        for head in range(4):
+            alone = torch.zeros(len(IDS), 4, size)
+            alone[:, head] = layer.values[0, head // group]
+            with torch.no_grad():
+                added = outputs[index](alone.flatten(1)) - outputs[index](torch.zeros(1, 4 * size))
+            squared = weights[index][head, new, : len(IDS)].double() ** 2
+            expected[head // group] += squared.mean(0) * added.double().norm(dim=-1) ** 2 * inverse
+        torch.testing.assert_close(found.double(), expected, atol=1e-8, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", "smollm3", "phi"])
@@ -165,7 +195,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was() -> None:
     with pytest.raises(EngineError, match="full"):
         repeat_scores(model, cache, IDS, position=len(IDS))
     assert all(torch.equal(a, b) for a, b in zip(before, content(cache), strict=True))
-    assert all(layer is not None for layer in repeat_scores(model, cache, IDS, position=len(IDS), chunk=2))
+    assert all(layer is not None for layer in repeat_scores(model, cache, IDS, position=len(IDS), chunk=2).most)
 
 
 def test_what_cannot_be_scored_is_refused_by_name() -> None:
@@ -267,7 +297,8 @@ def test_everything_is_the_same_twice() -> None:
         torch.set_num_threads(count)
         cache = full(model)
         for scores in (
-            repeat_scores(model, cache, IDS, position=len(IDS), prompt=PROMPT),
+            repeat_scores(model, cache, IDS, position=len(IDS), prompt=PROMPT).most,
+            repeat_scores(model, cache, IDS, position=len(IDS)).error,
             expected_attention(model, cache, IDS, probe(model), position=len(IDS)),
             random_scores(cache, len(IDS), seed=3),
             streaming(cache, len(IDS)),
@@ -278,4 +309,4 @@ def test_everything_is_the_same_twice() -> None:
             )
     torch.set_num_threads(threads)
 
-    assert found[:4] == found[4:]
+    assert found[:5] == found[5:]

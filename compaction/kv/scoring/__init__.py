@@ -3,12 +3,14 @@
 Invariant: every score is made without knowing what will be asked later. A cache that was scored is as it was.
 """
 
-from compaction.kv.scoring.budgets import keep_masks, span_scores
+from compaction.kv.scoring.budgets import Pool, keep_masks, span_scores
 from compaction.kv.scoring.expected import expected_attention
 from compaction.kv.scoring.keys import Scores, keydiff, knorm, random_scores, streaming
-from compaction.kv.scoring.repeat import repeat_scores
+from compaction.kv.scoring.repeat import Repeated, repeat_scores
 
 __all__ = [
+    "Pool",
+    "Repeated",
     "Scores",
     "expected_attention",
     "keep_masks",

@@ -51,6 +51,9 @@ class QueryStatistics:
         self._sum[layer] = total + self._sum.get(layer, torch.zeros_like(total))
         self._products[layer] = products + self._products.get(layer, torch.zeros_like(products))
 
+    def passed(self, hidden: Sequence[torch.Tensor]) -> None:
+        """Nothing: queries are all there is to know."""
+
     def mean(self, layer: int) -> torch.Tensor:
         """Of the layer's queries, `[heads, head_dim]`."""
         return self._sum[layer] / self.count[layer]

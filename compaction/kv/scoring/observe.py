@@ -35,9 +35,11 @@ class Observed:
     """One layer's attention in one pass.
 
     `query` is `[heads, positions, head_dim]`, after rotation; `key` `[kv_heads, slots, head_dim]` with the new tokens'
-    keys last; `value` likewise. Weights are `softmax(scale · query · key)` over what each position may see.
+    keys last; `value` likewise. Weights are `softmax(scale · query · key)` over what each position may see. `module` is
+    the attention module.
     """
 
+    module: torch.nn.Module
     layer: int
     query: torch.Tensor
     key: torch.Tensor
@@ -54,6 +56,9 @@ class Observer(Protocol):
 
     def see(self, observed: Observed) -> None:
         """One layer of one pass, layers in the order in which they run."""
+
+    def passed(self, hidden: Sequence[torch.Tensor]) -> None:
+        """A pass is over: what entered each layer, `[1, positions, hidden]`; empty where the model does not tell."""
 
 
 def observed_attention(
@@ -73,7 +78,7 @@ def observed_attention(
         if foreign:
             raise CannotScore(f"{type(module).__name__} attends with {foreign[0]}, which scores would miss")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        observer.see(Observed(int(module.layer_idx), query[0], key[0], value[0], scale))  # type: ignore[arg-type]
+        observer.see(Observed(module, int(module.layer_idx), query[0], key[0], value[0], scale))  # type: ignore[arg-type]
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
@@ -91,6 +96,7 @@ def feed(model: Any, cache: Any, ids: Sequence[int], start: int, observer: Obser
         raise CannotScore(f"{type(model).__name__} does not attend by SDPA through transformers' attention interface")
     names = set(inspect.signature(model.forward).parameters)
     keywords: dict[str, Any] = {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
+    keywords["output_hidden_states"] = True
     if "logits_to_keep" in names:
         keywords["logits_to_keep"] = 1
     with switch:
@@ -100,7 +106,8 @@ def feed(model: Any, cache: Any, ids: Sequence[int], start: int, observer: Obser
                 keywords["position_ids"] = torch.arange(start + at, start + at + part.shape[1], device=model.device)[
                     None
                 ]
-            model(input_ids=part, **keywords, **{_OBSERVER: observer})
+            out = model(input_ids=part, **keywords, **{_OBSERVER: observer})
+            observer.passed(getattr(out, "hidden_states", None) or ())
 
 
 def require_seen(model: Any, layers: Sequence[int], seen: Collection[int]) -> None:
