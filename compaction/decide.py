@@ -17,7 +17,7 @@ from compaction.core_clamp import CoreClamp, clearable
 from compaction.errors import BudgetUnsatisfiable, CompactionError, InvalidPlan, ScoresUnavailable
 from compaction.messages import Message, resolve
 from compaction.plan import Digest, Plan
-from compaction.ports import Counter, Policy, Summary, planned
+from compaction.ports import Counter, Policy, Summary, planned, storages_of
 from compaction.view import Answers, Applied, Discard, Entry, Failure, Floor, Pin, View
 
 __all__ = ["Decision", "Held", "Oracle", "PolicyId", "Recorder", "Scores", "decide", "floor_minimum", "policy_id"]
@@ -327,7 +327,7 @@ def _narrowest(view: View, policy: Policy) -> KVStorage | None:
     """The narrowest storage the policy may turn the cache into; None where there is none."""
     if view.storage is None:
         return None
-    names = {need.removeprefix("storage:") for need in policy.needs if need.startswith("storage:")}
+    names = storages_of(policy)
     found = [s for name, s in view.storages.items() if name in names and s.per_token < view.storage.per_token]
     return min(found, key=lambda storage: (storage.per_token, storage.name), default=None)
 

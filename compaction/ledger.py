@@ -15,7 +15,7 @@ from typing import Any
 from compaction.budget import Budget, Window
 from compaction.counting import Tally
 from compaction.decide import policy_id
-from compaction.errors import InvalidInput, LogConflict, PendingToolCalls
+from compaction.errors import EngineError, InvalidInput, LogConflict, PendingToolCalls
 from compaction.events import Event, Kind, NewEvent, Text, seal
 from compaction.grammar import LEADING
 from compaction.messages import Message, dumps
@@ -32,6 +32,7 @@ from compaction.ports import (
     Rng,
     SplicingEngine,
     Summarizer,
+    storages_of,
 )
 from compaction.state import State, load
 from compaction.view import Pin
@@ -266,7 +267,7 @@ class Ledger:
             "window": {"tokens": window.tokens, "source": window.source} if window else None,
             "engine": engine.name if engine else None,
             "kv_bytes_per_token": engine.kv_bytes_per_token if engine else None,
-            "storages": _storages(engine),
+            "storages": self._storages(),
             "user_first": engine.user_first if engine else False,
             "template": dict(engine.template_lint) if isinstance(engine, LintsTemplate) else None,
             "tools": tools.digest.hex() if tools else None,
@@ -274,6 +275,21 @@ class Ledger:
         if settings.apply != "exact":
             payload["apply"] = settings.apply
         return payload, [tools] if tools else []
+
+    def _storages(self) -> dict[str, list[int]] | None:
+        """What the policy may quantize to and what the cache is kept in: name -> [bytes a token, bytes besides]."""
+        engine: object = self.settings.engine
+        if not isinstance(engine, QuantizesKV):
+            return None
+        names = storages_of(self.settings.policy) | ({self.state.storage.name} if self.state.storage else set())
+        found: dict[str, list[int]] = {}
+        for name in sorted(names - {""}):
+            try:
+                storage = engine.storage(name)
+            except (EngineError, InvalidInput):  # what this model cannot keep, the policy does without
+                continue
+            found[name] = [storage.per_token, storage.fixed]
+        return found or None
 
     def _opened(self) -> tuple[list[NewEvent], list[Text]]:
         """The first event, or a later one where a setting changed; with another counter, entries are counted again."""
@@ -292,13 +308,6 @@ class Ledger:
         if shown and (leads or not counter.additive):
             payload["total"] = self.tally.request(shown)
         return [self.event("opened", payload)], texts
-
-
-def _storages(engine: object) -> dict[str, list[int]] | None:
-    """What the engine can quantize a cache to: name -> [bytes a token, bytes besides]."""
-    if not isinstance(engine, QuantizesKV) or not engine.storages:
-        return None
-    return {name: [storage.per_token, storage.fixed] for name, storage in sorted(engine.storages.items())}
 
 
 def _tools_json(tools: Sequence[Mapping[str, Any]]) -> str | None:

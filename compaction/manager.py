@@ -16,7 +16,7 @@ from typing import Any
 
 from compaction.budget import Budget, Window
 from compaction.decide import Decision
-from compaction.errors import InvalidBudget, InvalidInput, InvalidPolicy
+from compaction.errors import EngineError, InvalidBudget, InvalidInput, InvalidPolicy
 from compaction.fulfil import CallableSummarizer, EngineSummarizer
 from compaction.kv.residency.pool import Pool, PoolView
 from compaction.ledger import Settings
@@ -34,6 +34,7 @@ from compaction.ports import (
     Rng,
     SplicingEngine,
     Summarizer,
+    storages_of,
 )
 from compaction.session import Session
 from compaction.store import MemoryLog
@@ -185,15 +186,16 @@ def _pooled(engine: object, pool: Pool) -> PoolView:
 
 
 def _check_storages(policy: Policy, engine: object) -> None:
-    """Raises InvalidPolicy for a storage that the engine, which can quantize, does not have."""
-    if not isinstance(engine, QuantizesKV) or not engine.storages:
+    """Raises InvalidPolicy for a storage whose name means nothing to the engine; one it cannot offer is no error."""
+    if not isinstance(engine, QuantizesKV):
         return
-    for need in sorted(getattr(policy, "needs", ())):
-        if need.startswith("storage:") and need.removeprefix("storage:") not in engine.storages:
-            raise InvalidPolicy(
-                f"policy {policy.name!r} wants {need.removeprefix('storage:')!r}: "
-                f"the engine can store a cache as {', '.join(sorted(engine.storages))}"
-            )
+    for name in sorted(storages_of(policy)):
+        try:
+            engine.storage(name)
+        except InvalidInput as exc:
+            raise InvalidPolicy(f"policy {policy.name!r}: {exc}") from exc
+        except EngineError:
+            continue
 
 
 def _check_apply(apply: str, engine: Engine | None, divergence_rate: float) -> None:

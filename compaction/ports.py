@@ -34,6 +34,7 @@ __all__ = [
     "Summary",
     "Usage",
     "planned",
+    "storages_of",
 ]
 
 Apply = Literal["exact", "splice"]
@@ -230,9 +231,11 @@ class Quantized:
 class QuantizesKV(Protocol):
     """What an engine that can keep caches in narrower storages adds to `Engine`."""
 
-    @property
-    def storages(self) -> Mapping[str, KVStorage]:
-        """Narrower storages by name, each with what it costs at most."""
+    def storage(self, name: str) -> KVStorage:
+        """What a conversation costs at most when its cache is kept so.
+
+        Raises InvalidInput for a name that is none, EngineError where this model's cache cannot be kept so.
+        """
 
     def quantize(self, conversation: str, storage: str) -> Quantized | None:
         """Keep the conversation's cache so from now on: what it holds is converted in place, or dropped.
@@ -377,3 +380,9 @@ def planned(policy: Policy, view: View, target: Target) -> Plan:
     """The policy's plan, asked for in a unit it understands."""
     units = getattr(policy, "units", ("tokens",))
     return policy.plan(view, target if target.unit in units else target.in_tokens(view.storage))
+
+
+def storages_of(policy: Policy) -> frozenset[str]:
+    """Names of the storages a policy may quantize to."""
+    needs: frozenset[str] = getattr(policy, "needs", frozenset())
+    return frozenset(need.removeprefix("storage:") for need in needs if need.startswith("storage:"))

@@ -36,7 +36,7 @@ class Quantize:
     Source: KIVI (arXiv:2402.02750) and KVQuant (arXiv:2401.18079): keys sit in the exponential, so they get more bits.
 
     Args:
-        storage: which one; "k8v4" has 8-bit keys and 4-bit values. The engine's `storages` lists what there is.
+        storage: which one; "k8v4" has 8-bit keys and 4-bit values, "tq4" is TurboQuant (arXiv:2504.19874) at 4 bits.
         then: the policy for what bytes alone do not solve; left out: the default policy.
     """
 

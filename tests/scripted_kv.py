@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 from compaction.budget import KVStorage
-from compaction.errors import EngineError
+from compaction.errors import EngineError, InvalidInput
 from compaction.messages import dumps
 from compaction.ports import Quantized
 from tests.crash.scripted_engine import ScriptedEngine
@@ -31,7 +31,6 @@ def hashed(kind: str, message: Mapping[str, Any]) -> float:
 class KVEngine(ScriptedEngine):
     """Keeps the promises of `QuantizesKV` and `ScoresEntries`; 64 bytes a token in its own number format."""
 
-    storages: Mapping[str, KVStorage] = field(default_factory=lambda: STORAGES)
     score: Callable[[str, Mapping[str, Any]], float] = hashed
     stored: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -47,12 +46,20 @@ class KVEngine(ScriptedEngine):
         """What the storage says."""
         name, tokens = self.stored.get(conversation, ""), self.tokens.get(conversation, 0)
         own = KVStorage("", self.kv_bytes_per_token)
-        return self.storages.get(name, own).bytes(tokens) if tokens else 0
+        return STORAGES.get(name, own).bytes(tokens) if tokens else 0
 
     def release(self, conversation: str) -> None:
         """Nothing is held, in no storage."""
         self.stored.pop(conversation, None)
         self.tokens.pop(conversation, None)
+
+    def storage(self, name: str) -> KVStorage:
+        """One of `STORAGES`; "k0v0" is a name that this model cannot keep."""
+        if name == "k0v0":
+            raise EngineError("no layer of this model can be quantized")
+        if name not in STORAGES:
+            raise InvalidInput(f"storage {name!r} is unknown: use one of {', '.join(sorted(STORAGES))}")
+        return STORAGES[name]
 
     def quantize(self, conversation: str, storage: str) -> Quantized | None:
         """Another price for the same tokens."""

@@ -352,9 +352,7 @@ def test_a_resumed_conversation_goes_on_in_its_storage() -> None:
     assert other.state.storage == one.state.storage == STORAGES["k8v4"]
     assert engine.calls == [("quantize", "c", "k8v4"), ("generate", "c", "k8v4")]
     assert reply.decision is None and other.limits().limit == (300 * PER_TOKEN - 640) // 28
-    assert [e.payload["storages"] for e in log.events("c") if e.kind == "opened"] == [
-        {"k4v2": [16, 900], "k8v4": [28, 640]}
-    ]
+    assert [e.payload["storages"] for e in log.events("c") if e.kind == "opened"] == [{"k8v4": [28, 640]}]
 
 
 def test_an_engine_that_cannot_quantize_takes_it_over_in_full() -> None:
@@ -397,11 +395,30 @@ def test_a_rewind_takes_quantizing_back_and_a_fork_keeps_it() -> None:
 
 
 def test_a_storage_the_engine_does_not_have_is_refused_at_once() -> None:
-    """When the manager is made, not deep inside a turn."""
-    with pytest.raises(InvalidPolicy, match="the engine can store a cache as k4v2, k8v4"):
+    """When the manager is made, not deep inside a turn; where the model, or the engine, cannot, `then` plans."""
+    with pytest.raises(InvalidPolicy, match="'k2v1' is unknown: use one of k4v2, k8v4"):
         manager(Fallback(Quantize("k2v1"), Truncate()), Budget(kv_bytes=10_000))
 
-    manager(Quantize("k2v1"), Budget(kv_bytes=10_000), engine=ScriptedEngine())
+    for engine in (ScriptedEngine(), KVEngine()):
+        session = manager(Quantize("k0v0", Truncate()), Budget(kv_bytes=300 * PER_TOKEN), engine=engine).session("c")
+        fill(session, 500)
+        decision = session.prepare().decision
+        assert decision is not None and decision.rung == 1 and not decision.plan.quantizes
+
+
+def test_a_conversation_stays_quantized_under_another_policy() -> None:
+    """Changing the policy gives no fidelity back, and costs no prefill."""
+    log = MemoryLog()
+    one = manager(Quantize(), Budget(kv_bytes=300 * PER_TOKEN), log=log).session("c")
+    fill(one, 290)
+    one.prepare()
+
+    other = manager(Truncate(), Budget(kv_bytes=300 * PER_TOKEN), log=log).session("c")
+    fill(other, 800)
+
+    prepared = other.prepare()
+    assert other.state.storage == STORAGES["k8v4"] and prepared.tokens > 300
+    assert (prepared.kv_bytes or 0) <= 300 * PER_TOKEN and identical(log) == 2
 
 
 def test_a_summarizers_own_pass_stays_within_the_plain_cache() -> None:

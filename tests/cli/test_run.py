@@ -27,7 +27,7 @@ pytestmark = pytest.mark.model
 
 KEYS = [
     "conversations", "messages", "turns", "compactions", "discarded_spans", "discarded_tokens",
-    "budget_tokens", "peak_tokens", "kv_bytes", "peak_kv_bytes", "prefilled_tokens", "reused_tokens",
+    "budget_tokens", "peak_tokens", "budget_kv_bytes", "kv_bytes", "peak_kv_bytes", "prefilled_tokens", "reused_tokens",
     "generated_tokens", "summary_tokens", "failed_summaries", "unsatisfiable", "skipped", "interrupted",
     "ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50",
     "reuse_violations", "resumed_messages", "model", "policy", "log",
