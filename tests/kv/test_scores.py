@@ -22,6 +22,7 @@ from compaction.kv.scoring import (
     keep_masks,
     keydiff,
     knorm,
+    query_statistics,
     random_scores,
     repeat_scores,
     span_scores,
@@ -134,13 +135,15 @@ def test_expected_attention_is_the_formula_over_the_models_own_queries(name: str
     for hook in hooks:
         hook.remove()
 
-    scores = expected_attention(model, cache, IDS, plan, position=position, sample=sample, future=future)
+    statistics = query_statistics(model, cache, IDS, plan, position=position, sample=sample)
+    scores = expected_attention(cache, statistics, position=position, future=future)
+    plain = expected_attention(cache, statistics, position=position, future=future, covariance=False)
 
     for index, layer in enumerate(cache.arenas):
-        found, rotation = scores[index], plan.layers[index].of("keys")
-        assert found is not None and layer.keys is not None and layer.values is not None
+        found, rough, rotation = scores[index], plain[index], plan.layers[index].of("keys")
+        assert found is not None and rough is not None and layer.keys is not None and layer.values is not None
         heads = queries[index].view(len(IDS), 4, 16).transpose(0, 1)[:, -sample:].double()
-        parts = []
+        parts, means = [], []
         for head in range(4):
             rows, keys = heads[head], layer.keys[0, head // 2].double()
             mean, covariance = rows.mean(0), torch.cov(rows.T, correction=0)
@@ -150,8 +153,10 @@ def test_expected_attention_is_the_formula_over_the_models_own_queries(name: str
                 mean, covariance = mean @ turn, turn.T @ covariance @ turn
             logits = torch.stack([k @ mean / 4 + k @ covariance @ k / 32 for k in keys])
             parts.append(torch.softmax(logits, 0))
-        expected = torch.stack(parts).view(2, 2, -1).mean(1) * layer.values[0].double().norm(dim=-1)
-        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-4)
+            means.append(torch.softmax(torch.stack([k @ mean / 4 for k in keys]), 0))
+        for ours, naive in ((found, parts), (rough, means)):
+            expected = torch.stack(naive).view(2, 2, -1).mean(1) * layer.values[0].double().norm(dim=-1)
+            torch.testing.assert_close(ours.double(), expected, atol=1e-6, rtol=1e-4)
 
 
 def test_scores_from_keys_are_the_formulas() -> None:
@@ -178,7 +183,7 @@ def test_scoring_leaves_the_cache_as_it_was(name: str) -> None:
 
     repeat_scores(model, cache, IDS, position=len(IDS), prompt=PROMPT, chunk=30)
     if name == "llama":
-        expected_attention(model, cache, IDS, plan, position=len(IDS))
+        query_statistics(model, cache, IDS, plan, position=len(IDS))
     keydiff(cache, len(IDS))
 
     assert all(torch.equal(a, b) for a, b in zip(before, content(cache), strict=True))
@@ -212,10 +217,10 @@ def test_what_cannot_be_scored_is_refused_by_name() -> None:
             repeat_scores(model, full(model), IDS, position=len(IDS))
     learned = model_of("gpt2", "float32")
     with pytest.raises(CannotScore, match="layer 0"):
-        expected_attention(learned, full(learned), IDS, probe(learned), position=len(IDS))
+        query_statistics(learned, full(learned), IDS, probe(learned), position=len(IDS))
     hybrid = model_of("gemma3, hybrid", "float32")
     with pytest.raises(CannotScore, match="go back"):
-        expected_attention(hybrid, full(hybrid), IDS, probe(hybrid), position=len(IDS))
+        query_statistics(hybrid, full(hybrid), IDS, probe(hybrid), position=len(IDS))
     with pytest.raises(CannotScore, match="not 49"):
         keydiff(full(tiny_model("llama")), 49)
     with pytest.raises(CannotScore, match="no layer"):
@@ -299,7 +304,7 @@ def test_everything_is_the_same_twice() -> None:
         for scores in (
             repeat_scores(model, cache, IDS, position=len(IDS), prompt=PROMPT).most,
             repeat_scores(model, cache, IDS, position=len(IDS)).error,
-            expected_attention(model, cache, IDS, probe(model), position=len(IDS)),
+            expected_attention(cache, query_statistics(model, cache, IDS, probe(model), position=50), position=50),
             random_scores(cache, len(IDS), seed=3),
             streaming(cache, len(IDS)),
         ):

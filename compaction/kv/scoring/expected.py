@@ -18,7 +18,7 @@ from compaction.kv.rope import RotaryPlan, Rotation, rotate
 from compaction.kv.scoring.keys import Scores
 from compaction.kv.scoring.observe import Observed, feed, require_seen, rewound, slot_layers
 
-__all__ = ["QueryStatistics", "expected_attention"]
+__all__ = ["QueryStatistics", "expected_attention", "query_statistics"]
 
 
 class QueryStatistics:
@@ -30,7 +30,7 @@ class QueryStatistics:
     """
 
     def __init__(self, plan: RotaryPlan, start: int) -> None:
-        self._plan, self._next = plan, start
+        self.plan, self._next = plan, start
         self._at: dict[int, int] = {}
         self.count: dict[int, int] = {}
         self.scale: dict[int, float] = {}
@@ -41,7 +41,7 @@ class QueryStatistics:
         """Add one layer's queries."""
         layer, query = observed.layer, observed.query.float()
         at, size = self._at.get(layer, self._next), query.shape[1]
-        rotation = self._plan.layers[layer].of("keys")
+        rotation = self.plan.layers[layer].of("keys")
         if rotation is not None:
             query = rotate(query, -torch.arange(at, at + size), rotation)
         total, products = query.sum(1), query.transpose(1, 2) @ query
@@ -65,56 +65,71 @@ class QueryStatistics:
 
 
 @torch.no_grad()
-def expected_attention(
-    model: Any, cache: Any, ids: Sequence[int], plan: RotaryPlan, *, position: int, sample: int = 512, future: int = 512
-) -> Scores:
-    """Expected attention times the value's norm, for every slot of a live cache.
+def query_statistics(
+    model: Any, cache: Any, ids: Sequence[int], plan: RotaryPlan, *, position: int, sample: int = 512
+) -> QueryStatistics:
+    """What queries over this text are like: its newest tokens are fed once more, in their own places.
 
     Args:
         model: the cache's.
         cache: an arena cache whose slots hold `ids`; as it was, bit for bit, on return and after an error.
         ids: token ids of the slots, oldest first.
         plan: the model's, from `compaction.kv.probe.probe`.
-        position: where the next token will stand.
-        sample: how many of the newest ids are fed once more, in their own places, to see what queries are like; they
-            must stand at the positions before `position`, without a gap.
-        future: over how many coming positions the rotation is averaged.
+        position: where the next token will stand; the sample stands at the positions before it, without a gap.
+        sample: how many of the newest ids.
 
-    Raises CannotScore for a model or cache that has no such scores.
+    Raises CannotScore for a model or cache that has no such statistics.
     """
-    if sample < 2 or future < 1 or len(ids) < 3:
-        raise InvalidInput(
-            f"expected attention of {len(ids)} ids from {sample} queries over {future} positions: too few"
-        )
+    sample = min(sample, len(ids) - 1)
+    if sample < 2:
+        raise InvalidInput(f"statistics of {sample} queries over {len(ids)} ids: too few")
     chosen = slot_layers(cache, len(ids))
     for layer in chosen:
         if plan.layers[layer].kind not in ("rotary", "unrotated"):
             raise CannotScore(f"layer {layer} {plan.layers[layer].why or 'has no rotation that could be taken off'}")
-    sample = min(sample, len(ids) - 1)
-    start = position - sample
-    statistics = QueryStatistics(plan, start)
+    statistics = QueryStatistics(plan, position - sample)
     with rewound(cache, sample):
-        feed(model, cache, ids[-sample:], start, statistics)
+        feed(model, cache, ids[-sample:], position - sample, statistics)
     require_seen(model, chosen, statistics.count)
+    return statistics
+
+
+@torch.no_grad()
+def expected_attention(
+    cache: Any, statistics: QueryStatistics, *, position: int, future: int = 512, covariance: bool = True
+) -> Scores:
+    """Expected attention times the value's norm, `[kv_heads, slots]` by layer.
+
+    Args:
+        cache: the arena cache from which the statistics come.
+        statistics: from `query_statistics`.
+        position: where the next token will stand.
+        future: over how many coming positions the rotation is averaged.
+        covariance: whether queries are taken as normally distributed rather than as all equal to their mean.
+    """
+    if future < 1:
+        raise InvalidInput(f"a future of {future} positions: at least 1 is needed")
     return [
-        _score(layer, statistics, index, plan.layers[index].of("keys"), position, future) if index in chosen else None
+        _score(layer, statistics, index, position, future, covariance) if index in statistics.count else None
         for index, layer in enumerate(cache.layers)
     ]
 
 
 def _score(
-    layer: Any, statistics: QueryStatistics, index: int, rotation: Rotation | None, position: int, future: int
+    layer: Any, statistics: QueryStatistics, index: int, position: int, future: int, covariance: bool
 ) -> torch.Tensor:
     """softmax(K·μ·s + ½·s²·KΣKᵀ), averaged over the query heads of a group, times ‖V‖: `[kv_heads, slots]`."""
-    mean, covariance = statistics.mean(index), statistics.covariance(index)
+    mean, spread = statistics.mean(index), statistics.covariance(index)
+    rotation = statistics.plan.layers[index].of("keys")
     if rotation is not None:
         turn = _mean_rotation(rotation, mean.shape[-1], position, future).to(mean)
-        mean, covariance = mean @ turn, turn.T @ covariance @ turn
+        mean, spread = mean @ turn, turn.T @ spread @ turn
     keys, values, scale = layer.keys[0].float(), layer.values[0].float(), statistics.scale[index]
     mean = mean.reshape(keys.shape[0], -1, *mean.shape[1:])
-    covariance = covariance.reshape(keys.shape[0], -1, *covariance.shape[1:])
     logits = torch.einsum("hsd,hgd->hgs", keys, mean) * scale
-    logits += torch.einsum("hsd,hgde,hse->hgs", keys, covariance, keys) * (scale**2 / 2)
+    if covariance:
+        spread = spread.reshape(keys.shape[0], -1, *spread.shape[1:])
+        logits += torch.einsum("hsd,hgde,hse->hgs", keys, spread, keys) * (scale**2 / 2)
     expected: torch.Tensor = torch.softmax(logits, -1).mean(1) * values.norm(dim=-1)
     return expected
 
