@@ -57,6 +57,8 @@ class Watched(TransformersEngine):
     def _feed(self, live: LiveCache, ids: list[int]) -> torch.Tensor:
         first = len(live)
         logits = super()._feed(live, ids)
+        if len(ids) == 1:
+            return logits
         if self._hidden is None or self._hidden.shape[1] != len(ids):
             raise RuntimeError("the pass was not seen")
         rows = torch.log_softmax(self.model.lm_head(self._hidden[0, :-1]).float(), -1)
