@@ -7,7 +7,7 @@ an eviction. Knows nothing about conversations.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,10 +21,16 @@ __all__ = ["Forward"]
 
 
 class Forward:
-    """One way to call any causal LM: which keywords this model's `forward` takes is looked up once."""
+    """One way to call any causal LM: which keywords this model's `forward` takes is looked up once.
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    Args:
+        model: a causal language model of transformers.
+        step: tried first for a single token; None from it means that the model must run
+            (`compaction.engines.decode_step.DecodeStep`).
+    """
+
+    def __init__(self, model: Any, step: Callable[[Any, int, int], torch.Tensor | None] | None = None) -> None:
+        self.model, self.step = model, step
         names = set(inspect.signature(model.forward).parameters)
         self._cache = "cache" if "cache" in names else "past_key_values"
         self._positions = "position_ids" in names
@@ -43,6 +49,10 @@ class Forward:
 
         Positions are always explicit: a cache's own length is wrong for some layer kinds.
         """
+        if self.step is not None and len(ids) == 1:
+            stepped = self.step(cache, ids[0], start)
+            if stepped is not None:
+                return stepped
         device = self.model.device
         keywords: dict[str, Any] = {self._cache: cache, "use_cache": True}
         if self._positions:

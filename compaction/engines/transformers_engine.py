@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from compaction.budget import Window
+from compaction.engines.decode_step import Decode, DecodeStep, step_for
 from compaction.engines.detokenize import Detokenizer
 from compaction.engines.divergence import compare
 from compaction.engines.forward import Forward
@@ -81,6 +82,8 @@ class TransformersEngine:
         window: tokens for prompt + reply; None: what the model's config says.
         sampling: how tokens are drawn; None: greedy, which is deterministic.
         prefill_chunk: tokens of a prompt per forward pass.
+        decode: "model", or "compiled": replies are decoded by an own step where the model is one that it understands
+            (docs/decoding.md). Compiling takes some ten seconds, here; `step` then tells what is used.
         drift_budget: how often a splice may move a token's keys before they are computed afresh.
         clock: seconds, for the measured times.
 
@@ -98,6 +101,7 @@ class TransformersEngine:
         window: int | None = None,
         sampling: Sampling | None = None,
         prefill_chunk: int = 512,
+        decode: Decode = "model",
         drift_budget: int = DRIFT_BUDGET,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -112,7 +116,8 @@ class TransformersEngine:
         self.counter: Counter = counter
         self.user_first: bool = self.template.profile.user_first
         self._sampling, self._chunk, self._clock = sampling, prefill_chunk, clock
-        self._forward = Forward(self.model)
+        self.step: DecodeStep | None = step_for(self.model, decode)
+        self._forward = Forward(self.model, self.step)
         self._conversations: dict[str, _Conversation] = {}
         self._table_lock, self._model_lock = threading.Lock(), threading.Lock()
         self.pool: CachePool | None = None
