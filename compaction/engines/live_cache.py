@@ -23,14 +23,15 @@ from compaction.errors import CannotRotate, CannotSplice, EngineError, InvalidIn
 from compaction.kv.arena import ArenaLayer
 from compaction.kv.cache import ArenaCache
 from compaction.kv.measure import storage_bytes
+from compaction.kv.quantization.settings import Setting
 from compaction.kv.rope import RotaryPlan
 from compaction.kv.slot_map import SlotMap
 from compaction.kv.splice import Encoder, Spliced, Splicer
 
 __all__ = ["LiveCache", "common_prefix"]
 
-# Layers whose crop is understood. Any other (recurrent, compressed, quantised) makes the cache one that only grows.
-_FULL_LAYERS = {"ArenaLayer", "DynamicLayer", "DynamicIndexedLayer"}
+# Layers whose crop is understood. Any other (recurrent, compressed) makes the cache one that only grows.
+_FULL_LAYERS = {"ArenaLayer", "QuantizedLayer", "DynamicLayer", "DynamicIndexedLayer"}
 _SLIDING_LAYERS = {"ArenaSlidingLayer", "DynamicSlidingWindowLayer"}
 _EMPTY_LAYERS = {"DummyLayer"}
 
@@ -53,12 +54,16 @@ class LiveCache:
 
     Attributes:
         slot_map: what stands in the slots. Its `next_position` is where the next token goes.
+        storage: name of the narrower storage its full-attention layers are kept in; "": the model's number format.
         dirty_from: the first slot that carries traces of what is gone, or was moved; None: all are as prefilled.
     """
 
     def __init__(self, forward: Forward, capacity: int | None = None) -> None:
         self._forward, self._capacity = forward, capacity
-        self._cache: Any = forward.new_cache(capacity)
+        self._setting: Setting | None = None
+        self._rotary: RotaryPlan | None = None
+        self.storage = ""
+        self._cache: Any = self._new_cache()
         self.slot_map = SlotMap()
         self.dirty_from: int | None = None
         self.peak_tokens = 0
@@ -77,6 +82,11 @@ class LiveCache:
     def clean(self) -> int:
         """How many leading slots are as a fresh prefill would have made them."""
         return len(self) if self.dirty_from is None else self.dirty_from
+
+    @property
+    def cache(self) -> Any:
+        """The transformers cache, for those who leave it as it is."""
+        return self._cache
 
     @property
     def layers(self) -> list[Any]:
@@ -109,9 +119,11 @@ class LiveCache:
 
     def end_turn(self) -> None:
         """Give back what was reserved for a reply that became much shorter: where less than half is used."""
-        if isinstance(self._cache, ArenaCache) and 2 * self._cache.logical_nbytes() < self._cache.nbytes():
-            self._cache.shrink(0)
-            self._note_peak()
+        if isinstance(self._cache, ArenaCache):
+            self._cache.shared.clear()
+            if 2 * self._cache.logical_nbytes() < self._cache.nbytes():
+                self._cache.shrink(0)
+                self._note_peak()
 
     def feed(self, ids: Sequence[int]) -> torch.Tensor:
         """One forward pass over further ids; returns the last one's logits, shape [vocabulary].
@@ -122,6 +134,7 @@ class LiveCache:
         before = len(self)
         try:
             with _out_of_memory(before + len(ids)):
+                self._announce(len(ids))
                 logits = self._forward(self._cache, ids, self.slot_map.next_position)
             self.slot_map.append(ids)
             self._note_peak()  # before the copies: the larger figure is the peak
@@ -163,8 +176,29 @@ class LiveCache:
 
     def clear(self) -> None:
         """Hold nothing."""
-        self._cache = self._forward.new_cache(self._capacity)
+        self._cache = self._new_cache()
         self.slot_map, self.dirty_from = SlotMap(), None
+
+    def keep_as(self, name: str, setting: Setting | None, plan: RotaryPlan | None, *, drop: bool = True) -> None:
+        """Keep full-attention layers so from now on; `drop`: hold nothing, else they are converted already.
+
+        `name` is what `storage` says then; None: in the model's number format.
+        """
+        self.storage, self._setting, self._rotary = name, setting, plan
+        if drop:
+            self.clear()
+
+    def _new_cache(self) -> Any:
+        cache = self._forward.new_cache(self._capacity)
+        if self._setting is not None and self._rotary is not None and isinstance(cache, ArenaCache):
+            cache.quantize(self._setting, self._rotary)
+        return cache
+
+    def _announce(self, count: int) -> None:
+        """Tell quantized layers the positions of the coming tokens: some models' attention does not hand them on."""
+        if self._setting is not None and isinstance(self._cache, ArenaCache):
+            at = self.slot_map.next_position
+            self._cache.announce(range(at, at + count))
 
     def _forget_after(self, length: int) -> None:
         clean = self.clean
@@ -242,6 +276,8 @@ class LiveCache:
         odd = [type(layer).__name__ for layer in self.layers if not isinstance(layer, ArenaLayer)]
         if set(odd) - _EMPTY_LAYERS:
             raise CannotSplice(f"layers of the kind {odd[0]} cannot be put back as they were")
+        if self._setting is not None:
+            raise CannotSplice("quantized layers code what leaves their window, which cannot be taken back")
         if at < len(self) and any(type(layer).__name__ in _SLIDING_LAYERS for layer in self.layers):
             raise CannotSplice("a sliding window cannot go back to an earlier place and return")
 

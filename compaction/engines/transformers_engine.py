@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from compaction.budget import Window
+from compaction.budget import KVStorage, Window
 from compaction.engines.decode_step import Decode, DecodeStep, step_for
 from compaction.engines.detokenize import Detokenizer
 from compaction.engines.divergence import compare
@@ -28,15 +28,17 @@ from compaction.engines.loading import config_of, load, window_of
 from compaction.engines.pooling import CachePool, PooledCache
 from compaction.engines.reasons import Held, Request, why_prefilled
 from compaction.engines.sampling import Sampling, greedy
+from compaction.engines.scoring import Scoring
 from compaction.engines.segments import Segment, Segmenter
 from compaction.engines.splicing import Applied, Splicing
+from compaction.engines.storing import Storing
 from compaction.errors import CannotRotate, CannotSplice, EngineError, InvalidInput
 from compaction.kv.geometry import KVGeometry
 from compaction.kv.residency.fingerprint import Identity, tokenizer_digest
 from compaction.kv.residency.pool import Pool
 from compaction.kv.residency.sizes import CacheSizes
 from compaction.kv.slot_map import DRIFT_BUDGET
-from compaction.ports import Apply, Counter, Divergence, Generated
+from compaction.ports import Apply, Counter, Divergence, Generated, Quantized
 from compaction.tokens.counter import TemplateCounter
 from compaction.tokens.lint import LintReport, lint
 from compaction.tokens.template import ChatTemplate
@@ -127,8 +129,10 @@ class TransformersEngine:
         self._splicing = Splicing(
             self._forward, self._model_lock, chunk=prefill_chunk, trained=trained, drift_budget=drift_budget
         )
+        self._scoring = Scoring(self._forward, self._model_lock, lambda: self._splicing.plan, self.template)
         self.geometry: KVGeometry = KVGeometry.from_config(config_of(self.model).to_dict(), self.model.dtype.itemsize)
         self.kv_bytes_per_token: int = self.geometry.bytes_per_token
+        self._storing = Storing(self._forward, self._model_lock, lambda: self._splicing.plan, self.kv_bytes_per_token)
 
     def __repr__(self) -> str:
         return f"TransformersEngine({self.name!r}, device={str(self.model.device)!r}, window={self.window.tokens:,})"
@@ -327,6 +331,43 @@ class TransformersEngine:
                 fresh_logits = self._prefill(fresh, [*live.ids, *behind])
                 logits = held.logits if not behind and held.logits is not None else self._feed(live, behind)
                 return compare(live, logits, fresh, fresh_logits, feed=self._feed, tokens=tokens)
+
+    def storage(self, name: str) -> KVStorage:
+        """What a conversation costs at most when its cache is kept as "k8v4", "tq4", "k8v4:window=128", …
+
+        Raises InvalidInput for a name that is none, EngineError where no layer of the model can be kept so.
+        """
+        return self._storing.cost(name)
+
+    def quantize(self, conversation: str, storage: str) -> Quantized | None:
+        """Keep the conversation's cache in this storage from now on; "": in the model's number format.
+
+        What it holds is coded in place, once: where it was coded before, it is dropped and prefilled again. None: it
+        was kept so already. Raises InvalidInput for a name that is none, EngineError while a reply is running, or where
+        memory does not suffice (the cache is empty then).
+        """
+        if not storage and conversation not in self._conversations:
+            return None
+        with self._idle(conversation) as held:
+            done = self._storing.convert(held.live, storage)
+            if done is not None and not len(held.live):
+                held.prompt, held.request, held.layout, held.logits = 0, None, (), None
+            return done
+
+    def scores(
+        self, conversation: str, kind: str, messages: _Messages, tools: _Tools, *, limit: int
+    ) -> list[float | None]:
+        """What each message is worth, read from the live cache: "keydiff", "expected" or "kvzip"; higher is worth more.
+
+        None for messages the cache does not hold. It is as it was, bit for bit; no forward pass holds more than `limit`
+        tokens. Raises EngineError for another kind, where nothing is held, or while a reply is running; CannotScore and
+        CannotSplice where model, cache or template do not allow it.
+        """
+        wanted = self.template.ids(messages, tools)
+        segments = self._segmenter.split(messages, tools, Request.of(messages, tools), wanted)
+        with self._idle(conversation, min(limit, self.window.tokens) - 1 if kind == "kvzip" else 0) as held:
+            most = min(limit, self.window.tokens)
+            return self._scoring.of(held.live, kind, segments, wanted, limit=most)
 
     @contextmanager
     def _idle(self, conversation: str, tokens: int = 0, reply: int = 0) -> Iterator[_Conversation]:
