@@ -15,8 +15,7 @@ import argparse
 import json
 import math
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +50,8 @@ Figures: TypeAlias = dict[str, dict[str, Any]]
 EVICTED = (0.5, 0.75)
 SINKS, RECENT = 4, 32
 BASELINE = "KeyDiff"
+_REPEATED = ("repeat most", "repeat error")
+_EXPECTED = ("expected", "mean query")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,43 +81,41 @@ METHODS: dict[str, Method] = {
 
 
 class Scorer:
-    """All scores of a document, computed once."""
+    """Scores of a document by name; what takes a forward pass is computed once and kept in the scratch folder."""
 
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
         self._plan = probe(harness.model)
 
-    def __call__(self, reference: Reference) -> dict[str, Scores]:
-        """By name; each `[kv_heads, slots]` by layer."""
-        document, cache = reference.document, reference.arena()
-        slots = len(document.context)
-        cheap: dict[str, Scores] = {
+    def __call__(self, reference: Reference, names: Collection[str]) -> dict[str, Scores]:
+        """Each `[kv_heads, slots]` by layer."""
+        cache, slots = reference.arena(), len(reference.document.context)
+        found: dict[str, Scores] = {
             "keydiff": keydiff(cache, slots),
             "knorm": knorm(cache, slots),
             "streaming": streaming(cache, slots),
-            "random": random_scores(cache, slots, seed=sum(document.context)),
+            "random": random_scores(cache, slots, seed=sum(reference.document.context)),
         }
-        return {**cheap, **self._costly(document, cache)}
+        for make, made in ((self._repeated, _REPEATED), (self._expected, _EXPECTED)):
+            if not set(made).isdisjoint(names):
+                found |= self._kept(reference.document, make, cache)
+        return found
 
-    def _costly(self, document: Document, cache: ArenaCache) -> dict[str, Scores]:
-        path = self._harness.scratch / f"{self._harness.key(document)}.scores.pt"
+    def _kept(self, document: Document, make: Callable[..., dict[str, Scores]], cache: ArenaCache) -> dict[str, Scores]:
+        path = self._harness.scratch / f"{self._harness.key(document)}{make.__name__}.pt"
         if not path.exists():
-            model, ids, position = self._harness.model, list(document.context), len(document.context)
-            repeated = repeat_scores(model, cache, ids, position=position)
-            queries = query_statistics(model, cache, ids, self._plan, position=position)
-            expected = expected_attention(cache, queries, position=position)
-            mean = expected_attention(cache, queries, position=position, covariance=False)
-            torch.save(
-                {
-                    "repeat most": repeated.most,
-                    "repeat error": repeated.error,
-                    "expected": expected,
-                    "mean query": mean,
-                },
-                path,
-            )
+            torch.save(make(cache, list(document.context)), path)
         found: dict[str, Scores] = torch.load(path, weights_only=True)
         return found
+
+    def _repeated(self, cache: ArenaCache, ids: list[int]) -> dict[str, Scores]:
+        read = repeat_scores(self._harness.model, cache, ids, position=len(ids))
+        return dict(zip(_REPEATED, (read.most, read.error), strict=True))
+
+    def _expected(self, cache: ArenaCache, ids: list[int]) -> dict[str, Scores]:
+        queries = query_statistics(self._harness.model, cache, ids, self._plan, position=len(ids))
+        made = (expected_attention(cache, queries, position=len(ids), covariance=each) for each in (True, False))
+        return dict(zip(_EXPECTED, made, strict=True))
 
 
 def by_head(
@@ -167,7 +166,7 @@ def run(
         f"{name} @ {evicted}": {"measured": Measured(name), "bytes": []} for evicted in EVICTED for name in names
     }
     for document in items:
-        scores = scorer(harness.reference(document))
+        scores = scorer(harness.reference(document), {METHODS[name].scores for name in names})
         for evicted in EVICTED:
             for name in names:
                 entry, method = found[f"{name} @ {evicted}"], METHODS[name]
@@ -194,11 +193,11 @@ def tables(texts: Figures, keys: Figures, names: Sequence[str]) -> str:
             measured: Measured = texts[f"{name} @ {evicted}"]["measured"]
             base: Measured = texts[f"{BASELINE} @ {evicted}"]["measured"]
             difference = paired(measured.kl, base.kl)
-            shares = texts[f"{name} @ {evicted}"]["bytes"]
-            asked: Measured = keys[f"{name} @ {evicted}"]["measured"]
             less = f"{difference.difference:+.4f} ± {difference.error:.4f}" if name != BASELINE else ""
-            rank = sum(asked.rank) / len(asked.rank) if asked.rank else math.nan
+            shares = texts[f"{name} @ {evicted}"]["bytes"]
             cells += [f"{measured.mean:.4f} ± {measured.error:.4f}", less, f"{sum(shares) / len(shares):.3f}"]
+            asked = keys[f"{name} @ {evicted}"]["measured"] if keys else Measured(name)
+            rank = sum(asked.rank) / len(asked.rank) if asked.rank else math.nan
             cells += [f"{sum(asked.found)} of {len(asked.found)}", f"{rank:,.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -223,6 +222,7 @@ def main() -> int:
     """Run, print the table, write the JSON. Exit 1 where none of ours is better than KeyDiff by two standard errors."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_eviction", description=__doc__)
     parser.add_argument("--documents", type=int, default=64, help="texts of 1,024 + 96 tokens")
+    parser.add_argument("--only", nargs="*", choices=METHODS, default=list(METHODS), help="methods beside KeyDiff")
     parser.add_argument("--keys", type=int, default=4, help="texts with a hidden key, at five depths each")
     parser.add_argument(
         "--json",
@@ -234,19 +234,21 @@ def main() -> int:
     if not DATA.exists():
         print(f"no recorded conversations at {DATA}: the measurement needs them", file=sys.stderr)
         return 2
-    harness, names = Harness(), list(METHODS)
+    harness, names = Harness(), [name for name in METHODS if name == BASELINE or name in arguments.only]
     texts, hidden = harness.documents(arguments.documents), harness.passkeys(arguments.keys)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("hidden keys", total=(len(texts) + len(hidden)) * len(names) * len(EVICTED))
         found: Figures = {}
-        keys = deque(run(harness, hidden, names, lambda: progress.advance(task)), maxlen=1).pop()
+        keys: Figures = {}
+        for figures in run(harness, hidden, names, lambda: progress.advance(task)):
+            keys = figures
         progress.update(task, description="texts")
         for found in run(harness, texts, names, lambda: progress.advance(task)):
             arguments.json.write_text(json.dumps({"texts": plain(found), "keys": plain(keys)}, indent=1) + "\n")
             arguments.json.with_suffix(".md").write_text(tables(found, keys, names) + "\n")
-    best = {evicted: best_of(found, evicted) for evicted in EVICTED}
     print(tables(found, keys, names))
+    best = {evicted: best_of(found, evicted) for evicted in EVICTED}
     for evicted, (name, errors) in best.items():
         print(f"{evicted:.0%} evicted: {name} differs from {BASELINE} by {errors:+.1f} standard errors")
     print(f"written to {arguments.json}")
@@ -255,7 +257,9 @@ def main() -> int:
 
 def best_of(found: Figures, evicted: float) -> tuple[str, float]:
     """Ours with the smallest KL, and how many standard errors it is from KeyDiff."""
-    ours = [name for name in METHODS if METHODS[name].scores.startswith("repeat") and METHODS[name].pool]
+    ours = [
+        m for m in METHODS if METHODS[m].scores.startswith("repeat") and METHODS[m].pool and f"{m} @ {evicted}" in found
+    ]
     name = min(ours, key=lambda each: float(found[f"{each} @ {evicted}"]["measured"].mean))
     base = found[f"{BASELINE} @ {evicted}"]["measured"].kl
     return name, paired(found[f"{name} @ {evicted}"]["measured"].kl, base).errors
