@@ -22,6 +22,8 @@ __all__ = ["chat"]
 @click.option("--conversation", default="chat", show_default=True, metavar="NAME", help="Its name in the log.")
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens a reply.")
+@click.option("--apply", type=click.Choice(["exact", "splice"]), default="exact", show_default=True,
+              help="exact: prefill what follows a cut; splice: edit the KV cache in place.")  # fmt: skip
 @click.option("--device", help="cpu, cuda, mps; default: the best there is.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, and nothing before.")
 def chat(as_json: bool, system: str | None, conversation: str, **options: Any) -> int:
@@ -49,7 +51,7 @@ def chat(as_json: bool, system: str | None, conversation: str, **options: Any) -
     policy, budget = policy_of(options["policy"]), budget_of(options["budget"], None)
     with log_of(options["log_path"]) as log:
         engine = engine_of(options["model"], options["device"])
-        manager = SessionManager(engine=engine, policy=policy, budget=budget, log=log)
+        manager = SessionManager(engine=engine, policy=policy, budget=budget, log=log, apply=options["apply"])
         session = manager.session(conversation)
         held = len(session.state.history)
         talk = Talk(session, options["max_new_tokens"], quiet=as_json)

@@ -55,6 +55,8 @@ class Figures:
     summary_tokens: int = 0
     failed_summaries: int = 0
     interrupted: int = 0
+    spliced_turns: int = 0
+    refused_splices: int = 0
     ttft_ms: list[float] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)
     series: list[Turn] = field(default_factory=list)
@@ -115,6 +117,9 @@ class Figures:
         self.prefilled_tokens += usage.get("prefilled") or 0
         self.reused_tokens += usage.get("reused") or 0
         self.generated_tokens += usage["completion_tokens"]
+        applied = usage.get("applied") or {}
+        self.spliced_turns += applied.get("how") == "splice"
+        self.refused_splices += "refused" in applied
         for name, values in (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms)):
             if usage.get(name) is not None:
                 values.append(usage[name])

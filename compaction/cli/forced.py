@@ -130,7 +130,9 @@ class Player:
             return cached
         except PendingToolCalls:
             return cached
-        if (allowed := self._allowed(reply, cached)) < reply.usage.prefilled:
+        applied = reply.usage.applied or {}
+        stated = applied.get("refused") or applied.get("reanchored")  # then more is prefilled, and the log says why
+        if not stated and (allowed := self._allowed(reply, cached)) < reply.usage.prefilled:
             self.violations.append(ReuseViolation(recording.id, index, reply.usage.prefilled, allowed))
         return reply.usage.prompt_tokens
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from compaction.budget import Budget
     from compaction.cli.forced import Player
     from compaction.cli.recordings import Recording
@@ -32,6 +34,8 @@ UNSATISFIABLE = 3
 @click.option("--reserve", type=click.IntRange(min=0), metavar="N", help="Tokens kept free for the reply, at least.")
 @click.option("--durability", type=click.Choice(["full", "normal"]), default="full", show_default=True,
               help="full survives a power failure, normal a crash of the process.")  # fmt: skip
+@click.option("--apply", type=click.Choice(["exact", "splice"]), default="exact", show_default=True,
+              help="exact: prefill what follows a cut; splice: edit the KV cache in place.")  # fmt: skip
 @click.option("--device", help="cpu, cuda, mps; default: the best there is.")
 @click.option("--plot", metavar="FILE.png", help="Draw tokens and KV bytes over the turns.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -71,6 +75,7 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
       ttft_ms_p50 ttft_ms_p95 tpot_ms_p50  milliseconds
       reuse_violations                     turns of this run that prefilled more than what is new (0 expected)
       resumed_messages                     messages the log held already
+      apply spliced_turns refused_splices  exact or splice; turns on an edited cache; turns exact instead
       model policy log                     log: null where it was in memory
 
     Exit code 3: some turns could not fit the budget (their messages are in the log all the same).
@@ -90,7 +95,7 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
         engine = engine_of(options["model"], options["device"])
         limit = _limit(budget, engine, options["max_new_tokens"])
         began = time.monotonic()
-        player = _play(recordings, engine, policy, budget, log, options["max_new_tokens"])
+        player = _play(recordings, engine, policy, budget, log, options)
         played = Played(
             recordings,
             engine,
@@ -134,14 +139,14 @@ def _play(
     policy: Policy,
     budget: Budget,
     log: AuditLog | MemoryLog,
-    max_new_tokens: int,
+    options: Mapping[str, Any],
 ) -> Player:
     """All recordings, with a progress bar; Ctrl-C says what is safe."""
     from compaction.cli.forced import OneWriter, Player
     from compaction.cli.output import counted, plain, progress
     from compaction.manager import SessionManager
 
-    manager = SessionManager(engine=engine, policy=policy, budget=budget, log=OneWriter(log))
+    manager = SessionManager(engine=engine, policy=policy, budget=budget, log=OneWriter(log), apply=options["apply"])
     asked = [{"role": "user", "content": "a"}]
     opening = len(engine.template.ids(asked, None)) - len(engine.template.ids(asked, None, generation_prompt=False))
     total = sum(len(recording.messages) for recording in recordings)
@@ -151,7 +156,7 @@ def _play(
         def step(tokens: int, compactions: int) -> None:
             bar.update(task, advance=1, note=f"{tokens:,} tokens · {counted(compactions, 'compaction')}")
 
-        player = Player(manager, max_new_tokens, max(0, opening), step)
+        player = Player(manager, options["max_new_tokens"], max(0, opening), step)
         for number, recording in enumerate(recordings, 1):
             bar.update(task, description=f"{number}/{len(recordings)} {plain(recording.id, 24)}")
             try:

@@ -67,6 +67,9 @@ class Played:
             "tpot_ms_p50": percentile(figures.tpot_ms, 50),
             "reuse_violations": len(self.player.violations),
             "resumed_messages": self.player.resumed,
+            "apply": self.player.manager.settings.apply,
+            "spliced_turns": figures.spliced_turns,
+            "refused_splices": figures.refused_splices,
             "model": self.engine.name,
             "policy": self.policy,
             "log": self.log_path,
@@ -96,6 +99,9 @@ def show(played: Played, result: dict[str, Any], plot: str | None) -> None:
         ("time to first token", f"{_ms(result['ttft_ms_p50'])} median, {_ms(result['ttft_ms_p95'])} p95"),
         ("time per token", f"{_ms(result['tpot_ms_p50'])} median"),
     ]
+    if result["apply"] == "splice":
+        refused = f"; refused in {counted(result['refused_splices'], 'turn')}" if result["refused_splices"] else ""
+        rows.append(("spliced", f"{counted(result['spliced_turns'], 'turn')} on a cache edited in place{refused}"))
     if result["summary_tokens"]:
         rows.append(("summaries", f"{result['summary_tokens']:,} tokens read and written for them"))
     if result["failed_summaries"]:

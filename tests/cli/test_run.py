@@ -9,6 +9,7 @@ import pytest
 
 from compaction.events import NewEvent
 from compaction.store import AuditLog
+from tests.builders import assistant, system, user
 from tests.cli.harness import (
     NAME,
     TALK,
@@ -21,6 +22,7 @@ from tests.cli.harness import (
     stop,
     verified,
     wait_for,
+    write_talk,
 )
 
 pytestmark = pytest.mark.model
@@ -30,7 +32,7 @@ KEYS = [
     "budget_tokens", "peak_tokens", "budget_kv_bytes", "kv_bytes", "peak_kv_bytes", "prefilled_tokens", "reused_tokens",
     "generated_tokens", "summary_tokens", "failed_summaries", "unsatisfiable", "skipped", "interrupted",
     "ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50",
-    "reuse_violations", "resumed_messages", "model", "policy", "log",
+    "reuse_violations", "resumed_messages", "apply", "spliced_turns", "refused_splices", "model", "policy", "log",
 ]  # fmt: skip
 
 
@@ -54,6 +56,18 @@ def test_a_run_keeps_its_promises(talk: Path, tmp_path: Path) -> None:
     replayed = as_json("replay", db)
     assert replayed["identical"] == replayed["decisions"] == found["compactions"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_can_splice(tmp_path: Path) -> None:
+    """The same promises with a cache that is edited in place, and each turn says how it was brought there."""
+    said = [(user(f"And order {n}? {'please ' * 8}"), assistant(f"Order {n} is in Zürich.")) for n in range(14)]
+    talk = write_talk(tmp_path, [system("You are terse."), *(message for turn in said for message in turn)])
+    found = as_json(*run_of(talk, tmp_path / "a.db", new=1), "--apply", "splice")
+
+    assert (found["apply"], found["refused_splices"], found["reuse_violations"]) == ("splice", 0, 0)
+    assert found["spliced_turns"] > 0 and found["compactions"] > 0 and 0 < found["peak_tokens"] <= 400
+    assert found["prefilled_tokens"] < 800 < found["prefilled_tokens"] + found["reused_tokens"]
+    assert as_json("audit", "verify", tmp_path / "a.db")["ok"]
 
 
 def test_a_run_without_a_log_says_so(talk: Path) -> None:
