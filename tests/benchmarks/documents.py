@@ -101,7 +101,7 @@ def passkeys(tokenizer: Any, count: int = 8, *, context: int = CONTEXT) -> list[
 def _windows(tokenizer: Any, source: str, count: int, length: int) -> Iterator[tuple[str, _Text, int]]:
     """Windows of a source: the middle one of each conversation, then its neighbours; never two that begin alike."""
     transcripts = [t for t in read(DATA / f"{source}.jsonl.gz") if sum(map(_characters, t.messages)) > 6 * length]
-    texts = [(t, _text(tokenizer, t)) for t in transcripts[:: max(1, len(transcripts) // (2 * count))]]
+    texts = [(t, _text(tokenizer, t)) for t in transcripts[:: max(1, len(transcripts) // max(1, 2 * count))]]
     starts = [list(_starts(text, length)) for _, text in texts]
     for around in range(max(map(len, starts), default=0)):
         for (transcript, text), places in zip(texts, starts, strict=True):
