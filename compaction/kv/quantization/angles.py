@@ -119,8 +119,8 @@ class Scratch:
             with torch.inference_mode(False):
                 size = row * (-(-slots * 9 // 8 // 256) * 256)
                 held = self._buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
-        room = held.numel() // row
-        return held[: row * room].view(batch, heads, room, dim)[:, :, :slots]
+        # Without a gap between heads: torch's products copy what is not contiguous.
+        return held[: row * slots].view(batch, heads, slots, dim)
 
     def nbytes(self) -> int:
         """Bytes held."""

@@ -23,7 +23,7 @@ from compaction.kv.arena import ArenaLayer, Meta, Meter
 from compaction.kv.quantization.angles import Shared, tables_of, turned
 from compaction.kv.quantization.codecs import STATISTIC, Codec
 from compaction.kv.quantization.edit import Arrangement, Piece
-from compaction.kv.quantization.reading import Reader
+from compaction.kv.quantization.reading import Reader, Reading, read
 from compaction.kv.quantization.rows import Rows
 from compaction.kv.quantization.settings import Setting
 from compaction.kv.rope import LayerRope
@@ -326,7 +326,7 @@ class QuantizedLayer(ArenaLayer):
             reader, like = self._readers[name], self._like[name]
             made[name] = like.new_empty(*like.shape[:2], positions.shape[1], like.shape[3])
             tables = tables_of(reader.rotation, positions) if reader.rotation is not None else None
-            reader(_side(rows, name), centre if name == "keys" else None, tables, made[name])
+            reader(Reading(_side(rows, name), centre if name == "keys" else None, tables, made[name]))
         return made
 
     @property
@@ -435,49 +435,52 @@ class QuantizedLayer(ArenaLayer):
         """All of what is held and the new states behind it."""
         if not self.held:
             return dict(new)
-        shown = {}
-        for name in _SIDES:
-            out = self.shared.scratch.take(name, new[name], self.held + int(new[name].shape[2]))
-            self._read(name, out)
+        count = self.held + int(new["keys"].shape[2])
+        shown = {name: self.shared.scratch.take(name, new[name], count) for name in _SIDES}
+        self._read(shown)
+        for name, out in shown.items():
             out[:, :, self.held :].copy_(new[name])
-            shown[name] = out
         return shown
 
-    def _read(self, name: str, out: torch.Tensor) -> None:
-        """Write one side of all slots held to `out`, `[batch, heads, ≥ held, dim]`."""
-        reader, positions = self._readers[name], self.positions
+    def _read(self, outs: Mapping[str, torch.Tensor]) -> None:
+        """Write all slots held to `outs`, `[batch, heads, ≥ held, dim]` for each side."""
+        positions, held = self.positions, self.held
         first, coded = self._first.held, self._first.held + self._body.held
-        if first:
-            self._read_full(name, self._first, positions[:, :first], out[:, :, :first])
-        if coded > first:
-            tables = None
+        for start, end, rows in ((0, first, self._first), (coded, held, self._recent)):
+            if start < end:
+                views = rows.views()
+                for name, out in outs.items():
+                    self._read_full(name, views, positions[:, start:end], out[:, :, start:end])
+        if coded == first:
+            return
+        body, sides = self._body.views(), []
+        for name, out in outs.items():
+            reader, tables = self._readers[name], None
             if reader.rotation is not None:
                 cos, sin = self.shared.angles.tables(reader.rotation, positions)
                 tables = cos[:, :, first:coded], sin[:, :, first:coded]
             centre = self._centre if name == "keys" else None
-            reader(_side(self._body.views(), name), centre, tables, out[:, :, first:coded])
-        if self.held > coded:
-            self._read_full(name, self._recent, positions[:, coded:], out[:, :, coded : self.held])
+            sides.append((reader, Reading(_side(body, name), centre, tables, out[:, :, first:coded])))
+        read(sides)
 
-    def _read_full(self, name: str, rows: Rows, positions: torch.Tensor, out: torch.Tensor) -> None:
+    def _read_full(
+        self, name: str, rows: Mapping[str, torch.Tensor], positions: torch.Tensor, out: torch.Tensor
+    ) -> None:
         """Keys made for another position than they have now are turned by the difference; all others copied."""
-        views, rotation = rows.views(), self._readers[name].rotation
+        rotation = self._readers[name].rotation
         if rotation is None or not self._shifted:
-            out.copy_(views[name])
+            out.copy_(rows[name])
             return
-        delta = positions - views["encoded"][:, 0, :, 0]
-        out.copy_(
-            torch.where(
-                (delta != 0)[:, None, :, None], turned(views[name], tables_of(rotation, delta), rotation), views[name]
-            )
-        )
+        delta = positions - rows["encoded"][:, 0, :, 0]
+        there = turned(rows[name], tables_of(rotation, delta), rotation)
+        out.copy_(torch.where((delta != 0)[:, None, :, None], there, rows[name]))
 
     def _decoded(self, name: str, start: int, end: int) -> torch.Tensor:
         self._check(start, end)
         like = self._like[name]
         out = like.new_empty(*like.shape[:2], self.held, like.shape[3])
         with torch.no_grad():
-            self._read(name, out)
+            self._read({name: out})
         return out[:, :, start:end]
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

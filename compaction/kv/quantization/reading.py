@@ -9,11 +9,11 @@ as fast; the first call of each kind takes some seconds. Not compiled it goes in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,9 +21,22 @@ from compaction.kv.quantization.angles import Tables, turned
 from compaction.kv.quantization.codecs import Codec
 from compaction.kv.rope import Rotation
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "Reading", "read"]
 
 _PIECE = 1024
+
+
+class Reading(NamedTuple):
+    """One side of a layer, ready to be read.
+
+    Rows `[batch, heads, slots, width]` by name; `centre` `[batch, heads, 1, dim]`, which is added; the tables of the
+    slots' positions; `out` `[batch, heads, slots, dim]`, which is written.
+    """
+
+    rows: Mapping[str, torch.Tensor]
+    centre: torch.Tensor | None
+    tables: Tables | None
+    out: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,62 +53,67 @@ class Reader:
     rotation: Rotation | None
     compiled: bool = False
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        rows: Mapping[str, torch.Tensor],
-        centre: torch.Tensor | None,
-        tables: Tables | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Decode rows `[batch, heads, slots, width]` into `out`, `[batch, heads, slots, dim]`.
+    @property
+    def fused(self) -> bool:
+        """Whether compiled code reads it: partial and interleaved rotations are no faster fused."""
+        rotation = self.rotation
+        return self.compiled and (rotation is None or (rotation.layout == "half" and rotation.dims == self.codec.dim))
 
-        `centre` `[batch, heads, 1, dim]` is added; `tables` belong to the slots' positions.
-        """
+    def __call__(self, reading: Reading) -> None:
+        """Read piece by piece."""
+        rows, centre, tables, out = reading
         constants = self.codec.constants(out.device)
-        if self.compiled and out.shape[2] > 1 and self._fusible:
-            _fused(self.codec, self.rotation is not None)(dict(rows), constants, centre, tables, out)
-            return
         for start in range(0, int(out.shape[2]), _PIECE):
             end = min(start + _PIECE, int(out.shape[2]))
-            piece = {name: tensor[:, :, start:end] for name, tensor in rows.items()}
-            x = self.codec.decode(piece, constants)
+            x = self.codec.decode({name: tensor[:, :, start:end] for name, tensor in rows.items()}, constants)
             if centre is not None:
                 x += centre
             if self.rotation is not None and tables is not None:
                 x = turned(x, (tables[0][:, :, start:end], tables[1][:, :, start:end]), self.rotation)
             out[:, :, start:end].copy_(x)
 
-    @property
-    def _fusible(self) -> bool:
-        """Partial and interleaved rotations are read piece by piece: as fused code they are no faster."""
-        rotation = self.rotation
-        return rotation is None or (rotation.layout == "half" and rotation.dims == self.codec.dim)
+
+@torch.no_grad()
+def read(sides: Sequence[tuple[Reader, Reading]]) -> None:
+    """Read the sides of a layer, all that can be in one compiled call."""
+    together = [(reader, reading) for reader, reading in sides if reader.fused and reading.out.shape[2] > 1]
+    for reader, reading in sides:
+        if not any(reading is other for _, other in together):
+            reader(reading)
+    if together:
+        kinds = tuple((reader.codec, reader.rotation is not None) for reader, _ in together)
+        constants = [codec.constants(together[0][1].out.device) for codec, _ in kinds]
+        _fused(kinds)([tuple(reading) for _, reading in together], constants)
 
 
 @cache
-def _fused(codec: Codec, rotated: bool) -> Callable[..., None]:
-    def read(rows: Any, constants: Any, centre: Any, tables: Any, out: Any) -> None:
-        x = codec.decode(rows, constants)
-        if centre is not None:
-            x = x + centre
-        if rotated:
-            # The other half of each pair by reversing an axis of two: a concatenation would not become vector code.
-            pairs = x.reshape(*x.shape[:-1], 2, codec.dim // 2)
-            cos, sin = (table[:, :, :, None] for table in tables)
-            sign = 2 * torch.arange(2, device=x.device, dtype=x.dtype)[:, None] - 1
-            x = (pairs * cos + pairs.flip(-2) * (sin * sign)).flatten(-2)
-        out.copy_(x)
+def _fused(kinds: tuple[tuple[Codec, bool], ...]) -> Callable[..., None]:
+    def run(readings: Any, constants: Any) -> None:
+        for (codec, rotated), (rows, centre, tables, out), known in zip(kinds, readings, constants, strict=True):
+            x = codec.decode(rows, known)
+            if centre is not None:
+                x = x + centre
+            if rotated:
+                # The other half of each pair by reversing an axis of two: a concatenation does not become vector code.
+                pairs = x.reshape(*x.shape[:-1], 2, codec.dim // 2)
+                cos, sin = tables[0][:, :, :, None], tables[1][:, :, :, None]
+                sign = 2 * torch.arange(2, device=x.device, dtype=x.dtype)[:, None] - 1
+                x = (pairs * cos + pairs.flip(-2) * (sin * sign)).flatten(-2)
+            out.copy_(x)
 
-    # Compiled code hangs on the code object, eight variants at most: each codec gets an object of its own.
-    own = FunctionType(
-        read.__code__.replace(co_name=f"read_{codec.side.codec}{codec.side.bits}"), globals(), closure=read.__closure__
-    )
+    # Compiled code hangs on the code object, eight variants at most: each kind gets an object of its own.
+    name = "read_" + "_".join(f"{codec.side.codec}{codec.side.bits}" for codec, _ in kinds)
+    own = FunctionType(run.__code__.replace(co_name=name), globals(), closure=run.__closure__)
     compiled = torch.compile(own)
+    marked = False
 
-    def call(rows: Any, constants: Any, centre: Any, tables: Any, out: Any) -> None:
-        for tensor in (*rows.values(), out, *(tables or ())):
-            torch._dynamo.maybe_mark_dynamic(tensor, 2)
-        compiled(rows, constants, centre, tables, out)
+    def call(readings: Any, constants: Any) -> None:
+        nonlocal marked
+        if not marked:
+            for rows, _, tables, out in readings:
+                for tensor in (*rows.values(), out, *(tables or ())):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 2)
+            marked = True
+        compiled(readings, constants)
 
     return call
