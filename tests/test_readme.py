@@ -95,7 +95,7 @@ def test_the_readme_s_python_runs(number: int, tmp_path: Path) -> None:
 
 def snippets() -> Iterator[Any]:
     """The Python of the docs; what loads an engine is marked so."""
-    for name in ("policies.md", "library.md"):
+    for name in ("policies.md", "library.md", "splice.md"):
         for number, code in enumerate(blocks(DOCS / name, "python")):
             marks = [pytest.mark.model] if "compaction.engines" in code else []
             yield pytest.param(code, id=f"{name}-{number}", marks=marks)
