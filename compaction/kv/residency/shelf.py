@@ -154,7 +154,7 @@ class Shelf:
 
     def _host(self, key: str, entry: _Entry) -> bool:
         """Into host memory, others going down to make room."""
-        if not self._makes_room("host", entry.nbytes, self.pool.host_bytes):
+        if not self.pool.host_bytes or not self._makes_room("host", entry.nbytes, self.pool.host_bytes):
             return False
         self._entries[key] = entry
         return True

@@ -39,7 +39,7 @@ def pack_cache(layers: list[Any], slot_map: SlotMap, extra: Mapping[str, Any] | 
     for index, layer in enumerate(layers):
         held, meta = dump_layer(index, layer)
         tensors |= {f"{index}.{name}": tensor for name, tensor in held.items()}
-        metas.append(meta)
+        metas.append({**meta, "tensors": list(held)})  # a file has an order of its own
     rows = {"next": slot_map.next_position, **_rows_to_json(slot_map)}
     return Parcel(tensors, {"layers": metas, "slots": rows, "extra": dict(extra or {})})
 
@@ -53,9 +53,8 @@ def unpack_cache(parcel: Parcel, layers: list[Any], device: torch.device) -> Res
     metas = parcel.meta["layers"]
     if len(metas) != len(layers):
         raise CacheRefused("fingerprint", f"{len(metas)} layers were parked and the model has {len(layers)}")
-    names = _by_layer(parcel)
     for index, layer in enumerate(layers):
-        held = {name: parcel.tensors[f"{index}.{name}"] for name in names.get(index, ())}
+        held = {name: parcel.tensors[f"{index}.{name}"] for name in metas[index]["tensors"]}
         load_layer(index, layer, held, metas[index], device)
     slots = parcel.meta["slots"]
     rows = _rows_from_json(slots)
@@ -79,26 +78,17 @@ def pack_block(block: Block) -> Parcel:
     tensors = {
         f"{index}.{name}": tensor.cpu() for index, layer in enumerate(block.tensors) for name, tensor in layer.items()
     }
-    rows = {"layers": len(block.tensors), "extent": block.extent, "slots": _rows_to_json(block.rows)}
-    return Parcel(tensors, rows)
+    names = [list(layer) for layer in block.tensors]
+    return Parcel(tensors, {"layers": names, "extent": block.extent, "slots": _rows_to_json(block.rows)})
 
 
 def unpack_block(parcel: Parcel) -> Block:
     """The block as it was, its tensors in host memory: `Splicer.restore` copies them to where the cache is."""
-    names = _by_layer(parcel)
     tensors = [
-        {name: parcel.tensors[f"{index}.{name}"] for name in names.get(index, ())}
-        for index in range(parcel.meta["layers"])
+        {name: parcel.tensors[f"{index}.{name}"] for name in names}
+        for index, names in enumerate(parcel.meta["layers"])
     ]
     return Block(_rows_from_json(parcel.meta["slots"]), tensors, int(parcel.meta["extent"]))
-
-
-def _by_layer(parcel: Parcel) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for full in parcel.tensors:
-        index, _, name = full.partition(".")
-        found.setdefault(int(index), []).append(name)
-    return found
 
 
 def _rows_to_json(rows: SlotRows) -> dict[str, Any]:
