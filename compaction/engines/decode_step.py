@@ -15,7 +15,7 @@ the matrix kernels for one token; arithmetic is float32.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,13 +33,12 @@ __all__ = ["Decode", "DecodeStep", "StepKind", "step_for"]
 Decode = Literal["model", "compiled"]
 StepKind = Literal["plain", "compiled"]
 _KINDS: tuple[StepKind, ...] = ("plain", "compiled")
-_PROMPT = [1, 5, 3, 8]
 
 # Largest difference to the model's own logits, as a part of the largest logit. The plain step computes what the model
 # does, in its order; the compiled one adds up in another order and rounds to a short format less often.
 _TOLERANCE: dict[StepKind, dict[torch.dtype, float]] = {
     "plain": {torch.float64: 1e-9, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3},
-    "compiled": {torch.float64: 1e-9, torch.float32: 4e-6, torch.float16: 1e-2, torch.bfloat16: 4e-2},
+    "compiled": {torch.float64: 1e-9, torch.float32: 4e-6, torch.float16: 1e-2, torch.bfloat16: 6e-2},
 }
 # No fused multiply-add by default in Inductor's C++; sums are no less exact with it.
 _OPTIONS: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
@@ -147,14 +146,14 @@ class DecodeStep:
     @torch.no_grad()
     def _self_test(self, functions: _Functions, kind: StepKind) -> str:
         """Why these functions must not be used; "" where their logits are the model's."""
-        forward = Forward(self._model)
+        forward, prompt = Forward(self._model), self._ids(8)
         ours, theirs = (forward.new_cache(16) for _ in range(2))
         try:
             for cache in (ours, theirs):
-                forward(cache, _PROMPT, 0)
+                forward(cache, prompt, 0)
             if not self._takes(ours):
                 return "its cache has other layers than full attention"
-            for token, position in self._probes(kind):
+            for token, position in zip(self._ids(5)[::-1], self._positions(kind, len(prompt)), strict=False):
                 found = self._run(functions, ours, token, position)
                 reason = _difference(found, forward(theirs, [token], position), _TOLERANCE[kind])
                 if reason:
@@ -164,13 +163,14 @@ class DecodeStep:
             return f"{kind} step: {type(exc).__name__}: {(lines[0] if lines else '')[:200]}"
         return ""
 
-    def _probes(self, kind: StepKind) -> Iterator[tuple[int, int]]:
-        """Tokens and positions: behind the prompt, and far behind a gap, where position-dependent scales show."""
-        start = len(_PROMPT)
-        yield from ((7, start), (2, start + 1), (6, start + 2))
-        if kind == "plain":
-            trained = getattr(self._config, "max_position_embeddings", None) or 4096
-            yield from ((4, trained // 2), (9, trained - 1))
+    def _ids(self, count: int) -> list[int]:
+        """From all over the vocabulary: its first ids are often control tokens, which say little in a row."""
+        return [len(self._decoder.embedding) * (index + 1) // (2 * count + 1) for index in range(count)]
+
+    def _positions(self, kind: StepKind, start: int) -> list[int]:
+        """Behind the prompt; and far behind a gap, where a scale shows that depends on the position."""
+        far = getattr(self._config, "max_position_embeddings", None) or 4096
+        return [start, start + 1, start + 2, *((far // 2, far - 1) if kind == "plain" else ())]
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor, tolerance: dict[torch.dtype, float]) -> str:

@@ -77,6 +77,9 @@ SECTIONS = (
         {
             "decode_8000_vs_dynamic_cache": Target("ratio", "<=", 0.35),
             "decode_500_vs_dynamic_cache": Target("ratio", "<=", 0.9),
+            "own_step_8000_vs_dynamic_cache": Target("ratio", "<=", 0.15),
+            "decode_budget": Target("ratio", "<=", 1.0),
+            "decode_allocations": Target("count", "<=", 0),
         },
     ),
     Section(
