@@ -32,6 +32,7 @@ QUICK = [
 LONG = [
     ("02_three_policies.py", (), ("truncate", "sliding_window", "summarize", "three_policies.png")),
     ("03_agent_loop.py", (), ("compacted", "calculate", "query", "log verifies: True")),
+    ("06_live_cache.py", (), ("apply='splice'", "verifies: True", "('quantize',)", "restores: ")),
 ]
 
 
