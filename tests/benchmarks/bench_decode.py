@@ -6,7 +6,8 @@ long a step takes); the ways alternate token by token, ratios are medians over n
 `limit_ms` is (bytes of the weights + bytes of keys and values) / the bandwidth of a long sequential read, measured in
 the same process with as many threads; `of_limit` is how many times the limit a way takes.
 `decode_budget` decodes 2,000 tokens in arenas of a budget: the most bytes held at any token relative to the budget, and
-`decode_allocations`, how often an arena was allocated meanwhile. Alone, as JSON: `python -m tests.benchmarks.bench_decode [THREADS]`.
+`decode_allocations`, how often an arena was allocated meanwhile. Alone, as JSON:
+`python -m tests.benchmarks.bench_decode [THREADS]`.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def run(threads: int | None = None) -> dict[str, Any]:
     with _threads(threads) as used:
         about = {"threads": used, "load": os.getloadavg()[0]}
         made = steps_of(model)
-        steps = {kind: step for kind, (step, _) in made.items() if step.kind == kind}
+        steps: dict[str, DecodeStep] = {kind: step for kind, (step, _) in made.items() if step.kind == kind}
         for kind in made.keys() - steps.keys():  # a step that there is not has missed its target
             for tokens in LENGTHS:
                 figure = {"ratio": math.inf, "refusal": made[kind][0].refusal}
