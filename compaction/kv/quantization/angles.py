@@ -13,7 +13,7 @@ import torch
 
 from compaction.kv.rope import Rotation
 
-__all__ = ["Angles", "Scratch", "Shared", "Tables", "tables_of", "turned"]
+__all__ = ["Angles", "Scratch", "Shared", "Tables", "tables_of", "turn_into", "turned"]
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -80,20 +80,31 @@ def tables_of(rotation: Rotation, positions: torch.Tensor) -> Tables:
 
 def turned(x: torch.Tensor, tables: Tables, rotation: Rotation, *, back: bool = False) -> torch.Tensor:
     """A float32 copy of `x`, `[batch, heads, slots, dim]`, turned to where the tables' positions are, or back."""
-    cos, sin = tables
-    out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-    part = out.narrow(-1, rotation.start, rotation.dims)
-    half = rotation.dims // 2
-    if rotation.layout == "half":
-        first, second = part[..., :half], part[..., half:]
-    else:
-        first, second = part[..., ::2], part[..., 1::2]
-    if back:
-        sin = -sin
-    made = first * cos - second * sin
-    second.copy_(second * cos + first * sin)
-    first.copy_(made)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    out = torch.empty_like(x)
+    turn_into(out, x, (tables[0], -tables[1]) if back else tables, rotation)
     return out
+
+
+def turn_into(out: torch.Tensor, x: torch.Tensor, tables: Tables, rotation: Rotation) -> None:
+    """Write `x`, turned to where the tables' positions are, to `out` of the same shape; `x` stays as it is."""
+    start, end = rotation.start, rotation.start + rotation.dims
+    for plain in (slice(0, start), slice(end, x.shape[-1])):
+        if plain.start < plain.stop:
+            out[..., plain].copy_(x[..., plain])
+    (first, second), (to_first, to_second) = _pairs(x, rotation), _pairs(out, rotation)
+    cos, sin = tables
+    to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
+    to_second.copy_((second * cos).addcmul_(first, sin))
+
+
+def _pairs(x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the second channel of each pair, as views."""
+    start, end = rotation.start, rotation.start + rotation.dims
+    if rotation.layout == "interleaved":
+        return x[..., start:end:2], x[..., start + 1 : end : 2]
+    middle = (start + end) // 2
+    return x[..., start:middle], x[..., middle:end]
 
 
 class Scratch:

@@ -64,7 +64,7 @@ class Codec:
         scale = rows["scale"].float()[..., None]
         if self.side.codec == "affine":
             grouped = _grouped(codes, self.group).float()
-            return (grouped * scale + rows["low"].float()[..., None]).flatten(-2)
+            return torch.addcmul(rows["low"].float()[..., None], grouped, scale).flatten(-2)
         table, matrix = constants
         return (_grouped(table[codes.int()], self.group) * scale).flatten(-2) @ matrix
 

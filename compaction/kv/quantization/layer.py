@@ -66,7 +66,7 @@ class QuantizedLayer(ArenaLayer):
         self.shared = shared if shared is not None else Shared()
         meter = meter if meter is not None else Meter()
         self._first, self._recent = Rows(meter, max(1, setting.sinks)), Rows(meter, BLOCK)
-        self._body, self._where = Rows(meter, step), Rows(meter, step)
+        self._body, self._where = Rows(meter, step, capacity), Rows(meter, step, capacity)
         self._centre: torch.Tensor | None = None
         self._readers: dict[str, Reader] = {}
         self._shifted = False

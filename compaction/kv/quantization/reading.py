@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compaction.kv.quantization.angles import Tables, turned
+from compaction.kv.quantization.angles import Tables, turn_into
 from compaction.kv.quantization.codecs import Codec
 from compaction.kv.rope import Rotation
 
@@ -68,9 +68,11 @@ class Reader:
             x = self.codec.decode({name: tensor[:, :, start:end] for name, tensor in rows.items()}, constants)
             if centre is not None:
                 x += centre
-            if self.rotation is not None and tables is not None:
-                x = turned(x, (tables[0][:, :, start:end], tables[1][:, :, start:end]), self.rotation)
-            out[:, :, start:end].copy_(x)
+            if self.rotation is None or tables is None:
+                out[:, :, start:end].copy_(x)
+            else:
+                piece = (tables[0][:, :, start:end], tables[1][:, :, start:end])
+                turn_into(out[:, :, start:end], x, piece, self.rotation)
 
 
 @torch.no_grad()

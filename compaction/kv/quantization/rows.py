@@ -22,11 +22,12 @@ class Rows:
     Args:
         meter: of the cache.
         step: slots by which memory grows at least, beyond that by half of what there is.
+        most: slots beyond which it does not grow unless they are needed; None: no limit.
     """
 
-    def __init__(self, meter: Meter, step: int = 256) -> None:
+    def __init__(self, meter: Meter, step: int = 256, most: int | None = None) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._meter, self._step = meter, step
+        self._meter, self._step, self._most = meter, step, most
         self._wanted = 0
         self.held = 0
 
@@ -111,6 +112,8 @@ class Rows:
     def _need(self, slots: int, like: Mapping[str, torch.Tensor]) -> None:
         if not self._tensors or slots > self.slots:
             grown = -(-max(slots, self.slots * 3 // 2 if self._tensors else 0) // self._step) * self._step
+            if self._most is not None:
+                grown = max(slots, min(grown, self._most))
             self._resize(self._wanted if slots <= self._wanted else grown, self._tensors or like)
 
     def _resize(self, slots: int, like: Mapping[str, torch.Tensor]) -> None:
