@@ -299,8 +299,14 @@ class Session:
         more, self._applied = self._applied, {}
         if (usage.applied or {}).get("how") == "splice" and self._sampled():
             left = self.limits().limit - usage.prompt_tokens - usage.completion_tokens
-            more["divergence"] = self.divergence(max(1, min(DIVERGENCE_TOKENS, left))).to_json()
+            more["divergence"] = self._measured(max(1, min(DIVERGENCE_TOKENS, left)))
         return replace(usage, applied={**(usage.applied or {}), **more}) if more else usage
+
+    def _measured(self, tokens: int) -> dict[str, Any]:
+        try:
+            return self.divergence(tokens).to_json()
+        except EngineError as exc:  # no reply is lost to a figure about it
+            return {"refused": str(exc)}
 
     def _sampled(self) -> bool:
         rate = self._ledger.settings.divergence_rate

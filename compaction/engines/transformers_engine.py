@@ -275,6 +275,7 @@ class TransformersEngine:
                 reply = self._start(live, prefilled, held.lock, max_new_tokens)
                 for _ in reply:
                     pass
+            live.end_turn()
             return _result(reply)
 
     def _asked_behind(
@@ -330,7 +331,9 @@ class TransformersEngine:
             with live.aside():
                 fresh_logits = self._prefill(fresh, [*live.ids, *behind])
                 logits = held.logits if not behind and held.logits is not None else self._feed(live, behind)
-                return compare(live, logits, fresh, fresh_logits, feed=self._feed, tokens=tokens)
+                found = compare(live, logits, fresh, fresh_logits, feed=self._feed, tokens=tokens)
+            live.end_turn()
+            return found
 
     def storage(self, name: str) -> KVStorage:
         """What a conversation costs at most when its cache is kept as "k8v4", "tq4", "k8v4:window=128", …
@@ -348,7 +351,10 @@ class TransformersEngine:
         """
         if not storage and conversation not in self._conversations:
             return None
-        with self._idle(conversation) as held:
+        more = 0
+        if storage and self.pool is not None:  # codes beside what they are made from, and a copy of one layer
+            more = self.storage(storage).fixed + 3 * self.pool.layer * self._length(conversation)
+        with self._idle(conversation, more=more) as held:
             done = self._storing.convert(held.live, storage)
             if done is not None and not len(held.live):
                 held.prompt, held.request, held.layout, held.logits = 0, None, (), None
@@ -370,22 +376,24 @@ class TransformersEngine:
             return self._scoring.of(held.live, kind, segments, wanted, limit=most)
 
     @contextmanager
-    def _idle(self, conversation: str, tokens: int = 0, reply: int = 0) -> Iterator[_Conversation]:
-        """The conversation, locked, its cache where the model is; within a pool with room for `tokens`.
+    def _idle(self, conversation: str, tokens: int = 0, reply: int = 0, more: int = 0) -> Iterator[_Conversation]:
+        """The conversation, locked, its cache where the model is; in a pool with room for `tokens` and `more` bytes.
 
         Raises EngineError while a reply is running, and PoolFull.
         """
         held = self._conversation(conversation)
-        with self._room(conversation, held, tokens, reply) as held.lost, held.lock:
+        with self._room(conversation, held, tokens, reply, more) as held.lost, held.lock:
             if held.running:
                 raise EngineError(f"conversation {conversation!r} is still generating: finish that reply or close() it")
             yield held
 
-    def _room(self, conversation: str, held: _Conversation, tokens: int, reply: int) -> AbstractContextManager[str]:
+    def _room(
+        self, conversation: str, held: _Conversation, tokens: int, reply: int, more: int
+    ) -> AbstractContextManager[str]:
         """Room in the pool; gives why a parked cache did not come back, if so."""
         if self.pool is None or not isinstance(held.live, PooledCache):
             return nullcontext("")
-        return self.pool.turn(conversation, held.live, held.lock, tokens, reply, lambda: held.running)
+        return self.pool.turn(conversation, held.live, held.lock, tokens, reply, more, lambda: held.running)
 
     @contextmanager
     def _visiting(self, tokens: int, reply: int = 0) -> Iterator[LiveCache]:

@@ -9,7 +9,7 @@ import pytest
 
 from compaction import Budget, SessionManager
 from compaction.engines import TransformersEngine
-from compaction.errors import InvalidInput
+from compaction.errors import EngineError, InvalidInput
 from compaction.policies import SlidingWindow, Summarize, Truncate
 from compaction.ports import Apply, Policy
 from compaction.replay import replay
@@ -157,6 +157,20 @@ def test_divergence_is_sampled_as_the_rng_says() -> None:
         assert all(a["divergence"]["kl"] >= 0 and a["divergence"]["tokens"] >= 1 for a in said if "divergence" in a)
 
     assert not any(drawn[0]) and all(drawn[3]) and drawn[1] == drawn[2] and len(set(drawn[1])) == 2
+
+
+def test_no_reply_is_lost_to_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the divergence cannot be measured, the turn stands, and says why."""
+
+    def refuse(*_: Any) -> None:
+        raise EngineError("no room for a second cache")
+
+    engine, log = tiny_engine(), MemoryLog()
+    monkeypatch.setattr(engine, "divergence", refuse)
+    list(turns(manager(engine, log, divergence_rate=1.0).session("c"), 12))
+
+    said = [payload["applied"].get("divergence") for payload in events(log, "usage")]
+    assert {"refused": "no room for a second cache"} in said
 
 
 def test_a_summary_is_written_by_the_live_cache_and_spliced_in() -> None:

@@ -173,6 +173,24 @@ def test_what_goes_from_the_front_goes_exactly_in_compact_mode(family: str, talk
     assert float((done.prompt_logits - oracle.logits()).abs().max()) <= 2e-5
 
 
+@pytest.mark.parametrize("family", SLIDING)
+def test_windows_are_compacted_like_everything_else(family: str, talk: Messages) -> None:
+    """What went from the front went from every distance: compact and gap give the same logits, also in later turns."""
+    views = [[*talk[3:], assistant("Yes."), user("And the dog?")]]
+    views.append([*views[0], assistant("No."), user("And the quick brown fox?")])
+    said = []
+    for length in (1024, len(tiny_engine(family).template.ids(talk, None))):
+        engine = tiny_engine(family)
+        splice(engine, talk, reply=1)
+        with trained(engine, length):
+            said.append([splice(engine, view, reply=1) for view in views])
+
+    gap, compact = said
+    assert (applied(gap[0])["mode"], applied(compact[0])["mode"]) == ("gap", "compact")
+    pairs = zip(gap, compact, strict=True)
+    assert max(float((a.prompt_logits - b.prompt_logits).abs().max()) for a, b in pairs) < 2e-5
+
+
 @pytest.mark.parametrize("family", CROPPABLE)
 def test_a_splice_is_cheap_where_exact_is_not(family: str, talk: Messages) -> None:
     """Only what is new goes through the model, and the figures add up."""
