@@ -75,6 +75,35 @@ def test_plain_step_equals_the_model_to_the_last_bit(name: str, dtype: str) -> N
         assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_attention_heads": 12, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 96},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}},
+        {"hidden_act": "gelu", "tie_word_embeddings": True},
+    ],
+    ids=["biases", "twelve heads on one", "linear", "dynamic", "gelu, tied"],
+)
+def test_variants_of_llama_equal_the_model_to_the_last_bit(options: dict[str, Any]) -> None:
+    """What a config may change in a Llama: all of it is read off the modules."""
+    model = own(**options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.linspace(-0.1, 0.1, parameter.numel()).view(parameter.shape))  # biases start at zero
+    step, forward = DecodeStep(model), Forward(model)
+    ours, theirs = caches(model)
+
+    for token, position in ((7, 12), (2, 13), (9, 250), (4, 251)):
+        assert torch.equal(feed(step, ours, token, position), forward(theirs, [token], position))
+
+
+def test_a_mistral_without_a_window_is_a_llama() -> None:
+    """Its window is an option of its config."""
+    assert DecodeStep(own("mistral, sliding", sliding_window=None)).kind == "plain"
+
+
 def test_smollm2_in_bfloat16_equals_the_model_to_the_last_bit() -> None:
     """Trained weights, in the format that people use."""
     model = shared_smollm2_engine("bfloat16").model
