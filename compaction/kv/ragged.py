@@ -225,7 +225,8 @@ class RaggedCache(Cache):
         if any(-tokens_to_remove > layer.tail.held for layer in self.ragged):
             held = min(layer.tail.held for layer in self.ragged)
             raise EngineError(f"{-tokens_to_remove} tokens cannot be taken back: {held} came after the heads were cut")
-        for layer in self.layers:
+        layers: list[Any] = list(self.layers)
+        for layer in layers:
             layer.crop(tokens_to_remove)
 
     def reserve(self, tokens: int) -> None:

@@ -130,8 +130,8 @@ class Harness:
 
     def __init__(self, model: Any = None, tokenizer: Any = None, scratch: Path | None = None) -> None:
         engine = shared_smollm2_engine("float32") if model is None else None
-        self.model = engine.model if engine else model
-        self.tokenizer = engine.tokenizer if engine else tokenizer
+        self.model: Any = engine.model if engine else model
+        self.tokenizer: Any = engine.tokenizer if engine else tokenizer
         folder = os.environ.get("KV_COMPACTION_SCRATCH") or Path(tempfile.gettempdir()) / "kv-compaction-quality"
         self.scratch = scratch or Path(folder)
         self.scratch.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class Harness:
         """The full cache and its predictions, from the scratch folder where it is there."""
         path = self.scratch / f"{self.key(document)}.pt"
         if not path.exists():
-            cache = DynamicCache(config=self.model.config)
+            cache: Any = DynamicCache(config=self.model.config)
             for start in range(0, len(document.context), _CHUNK):
                 self._forward(cache, document.context[start : start + _CHUNK], start)
             kept = {"keys": [layer.keys for layer in cache.layers], "values": [layer.values for layer in cache.layers]}

@@ -254,7 +254,7 @@ def test_nobody_else_reads_a_ragged_cache() -> None:
 def test_what_cannot_be_cut_by_head_is_refused_and_stays() -> None:
     """Latents, windows, shared keys, masks of another shape: the cache is as it was."""
     for name, match in (("deepseek v3, MLA", "latent"), ("mistral, sliding", "ArenaSlidingLayer")):
-        cache = full(model_of(name, "float32"))
+        cache: Any = full(model_of(name, "float32"))
         keep = [torch.ones(layer.keys.shape[1], layer.keys.shape[2], dtype=torch.bool) for layer in cache.layers]
         before = cache.nbytes()
         with pytest.raises(CannotSplice, match=match):

@@ -149,7 +149,7 @@ def restored(cache: Any) -> Iterator[None]:
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, ArenaLayer) and type(layer).__name__ != "DummyLayer":
             raise CannotScore(f"layer {index} is a {type(layer).__name__}, from which tokens cannot be taken out again")
-    arenas = [layer for layer in cache.layers if isinstance(layer, ArenaLayer)]
+    arenas: list[Any] = [layer for layer in cache.layers if isinstance(layer, ArenaLayer)]
     before = [(layer.get_seq_length(), layer.slots) for layer in arenas]
     for layer in arenas:
         if layer.is_sliding:
