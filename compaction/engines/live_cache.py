@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from compaction.budget import KVStorage
 from compaction.engines.forward import Forward
 from compaction.errors import CannotRotate, CannotSplice, EngineError, InvalidInput
 from compaction.kv.arena import ArenaLayer
@@ -54,7 +55,7 @@ class LiveCache:
 
     Attributes:
         slot_map: what stands in the slots. Its `next_position` is where the next token goes.
-        storage: name of the narrower storage its full-attention layers are kept in; "": the model's number format.
+        price: what the narrower storage its full-attention layers are kept in costs; None: the model's number format.
         dirty_from: the first slot that carries traces of what is gone, or was moved; None: all are as prefilled.
     """
 
@@ -62,13 +63,14 @@ class LiveCache:
         self._forward, self._capacity = forward, capacity
         self._setting: Setting | None = None
         self._rotary: RotaryPlan | None = None
-        self.storage = ""
+        self.price: KVStorage | None = None
         self._cache: Any = self._new_cache()
         self.slot_map = SlotMap()
         self.dirty_from: int | None = None
         self.peak_tokens = 0
         self.peak_bytes = 0
         self._parked = 0
+        self._aside = False
 
     def __len__(self) -> int:
         return len(self.slot_map)
@@ -119,6 +121,8 @@ class LiveCache:
 
     def end_turn(self) -> None:
         """Give back what was reserved for a reply that became much shorter: where less than half is used."""
+        if self._aside:
+            return  # what waits on the host comes back first
         if isinstance(self._cache, ArenaCache):
             self._cache.shared.clear()
             if 2 * self._cache.logical_nbytes() < self._cache.nbytes():
@@ -179,12 +183,19 @@ class LiveCache:
         self._cache = self._new_cache()
         self.slot_map, self.dirty_from = SlotMap(), None
 
-    def keep_as(self, name: str, setting: Setting | None, plan: RotaryPlan | None, *, drop: bool = True) -> None:
+    @property
+    def storage(self) -> str:
+        """Name of the storage it is kept in; "": the model's number format."""
+        return self.price.name if self.price is not None else ""
+
+    def keep_as(
+        self, price: KVStorage | None, setting: Setting | None, plan: RotaryPlan | None, *, drop: bool = True
+    ) -> None:
         """Keep full-attention layers so from now on; `drop`: hold nothing, else they are converted already.
 
-        `name` is what `storage` says then; None: in the model's number format.
+        None: in the model's number format.
         """
-        self.storage, self._setting, self._rotary = name, setting, plan
+        self.price, self._setting, self._rotary = price, setting, plan
         if drop:
             self.clear()
 
@@ -257,7 +268,7 @@ class LiveCache:
         with _out_of_memory(2 * len(self) - at):
             parked = [_Parked.of(layer, len(self) - at) for layer in self.layers if isinstance(layer, ArenaLayer)]
         rows, dirty = deepcopy(self.slot_map), self.dirty_from
-        self._parked = sum(part.nbytes for part in parked)
+        self._parked, self._aside = sum(part.nbytes for part in parked), True
         self.record_past(True)
         self.slot_map.crop(at)
         if at:
@@ -265,7 +276,7 @@ class LiveCache:
         try:
             yield
         finally:
-            self._parked = 0
+            self._parked, self._aside = 0, False
             if len(self) >= at:  # else a pass broke, and the cache was dropped
                 fed = len(self) - at
                 for part in parked:

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -140,10 +140,12 @@ class CachePool:
 
     # -- what the engine asks for
 
-    def enter(self, conversation: str, live: PooledCache, lock: _Lock, tokens: int = 0, reply: int = 0) -> str:
+    def enter(
+        self, conversation: str, live: PooledCache, lock: _Lock, tokens: int = 0, reply: int = 0, more: int = 0
+    ) -> str:
         """Begin a turn of `tokens`, the last `reply` of them a reply: its cache is on the device, and has room.
 
-        It has room for as many tokens as it holds in any case.
+        It has room for as many tokens as it holds in any case, and for `more` bytes beside them.
 
         Returns why a cache that was parked did not come back: "parked away", "fingerprint", "corrupted", "missing", or
         "". The turn ends with the live cache's `end_turn`, or with `leave`.
@@ -156,7 +158,7 @@ class CachePool:
                 parcel = self._parcel(conversation, resident)
                 with lock:
                     tokens = max(tokens, len(live) if parcel is None else packed_tokens(parcel))
-                    need, resident.reply = self._need(live, parcel, tokens, reply), reply
+                    need, resident.reply = self._need(live, parcel, tokens, reply) + more, reply
                 self._make_room(resident, need)
                 if parcel is not None:
                     with lock:
@@ -176,14 +178,18 @@ class CachePool:
             place = live.place
             if place is None or self._residents.get(place.name) is not place:
                 raise EngineError("the conversation was released while its turn began: ask again")
-            need = self._sizes.peak(live.slots(), tokens, place.reply)
+            need = self._peak_of(live, live.slots(), tokens, place.reply)
             if need > place.promised and not self.lend(live, need - place.promised):
                 raise PoolFull(need, self.budget.device_bytes, self._promised() - place.promised)
 
     def beside(self, at: int, count: int) -> int:
         """Bytes beside a cache while `count` tokens are encoded behind its first `at`: they, twice, and one layer."""
-        widest = max((layer.slot for layer in self._sizes.layers), default=0)
-        return 2 * self._sizes.peak([0] * len(self._sizes.layers), count, 0) + widest * (at + count)
+        return 2 * self._sizes.peak([0] * len(self._sizes.layers), count, 0) + self.layer * (at + count)
+
+    @property
+    def layer(self) -> int:
+        """Bytes of a token in the largest layer."""
+        return max((layer.slot for layer in self._sizes.layers), default=0)
 
     def leave(self, live: PooledCache) -> None:
         """End a turn: what was promised beyond what is held is free again."""
@@ -214,10 +220,11 @@ class CachePool:
         lock: _Lock,
         tokens: int,
         reply: int,
+        more: int,
         goes_on: Callable[[], bool],
     ) -> Iterator[str]:
         """`enter`, and `leave` again unless a reply goes on."""
-        lost = self.enter(conversation, live, lock, tokens, reply)
+        lost = self.enter(conversation, live, lock, tokens, reply, more)
         mine = live.place.turn if live.place else 0
         try:
             yield lost
@@ -318,7 +325,7 @@ class CachePool:
             resident.parked, resident.lost = "", "parked away"
             return None
         try:
-            return self._shelf.get(conversation, self._identity().fingerprint(conversation, resident.parked))
+            return self._shelf.get(conversation, self._fingerprint(resident, resident.parked))
         except CacheRefused as exc:
             resident.parked, resident.lost = "", exc.code
             return None
@@ -326,8 +333,14 @@ class CachePool:
     def _need(self, live: PooledCache, parcel: Parcel | None, tokens: int, reply: int) -> int:
         """Bytes this turn may come to on the device."""
         if parcel is None:
-            return self._sizes.peak(live.slots(), tokens, reply)
-        return self._sizes.peak(self._sizes.restored(packed_slots(parcel), tokens), tokens, reply)
+            return self._peak_of(live, live.slots(), tokens, reply)
+        return self._peak_of(live, self._sizes.restored(packed_slots(parcel), tokens), tokens, reply)
+
+    def _peak_of(self, live: PooledCache, held: Sequence[int], tokens: int, reply: int) -> int:
+        """Bytes allocated at once on the way there; of a quantized cache its price, and one tensor that grows."""
+        if live.price is None:
+            return self._sizes.peak(held, tokens, reply)
+        return max(live.bytes, live.price.bytes(tokens)) + tokens * self.layer
 
     def _make_room(self, resident: Resident, need: int) -> None:
         """Park others, the least recently used first, until `need` fits, and promise it."""
@@ -366,7 +379,7 @@ class CachePool:
         if parcel is None:
             self._dropped += 1
         else:
-            self._shelf.put(conversation, parcel, self._identity().fingerprint(conversation, digest))
+            self._shelf.put(conversation, parcel, self._fingerprint(resident, digest))
 
     def _restore(self, conversation: str, resident: Resident, parcel: Parcel, tokens: int) -> None:
         """Put a cache back on the device; where it turns out to be of no use, `lost` says why."""
@@ -382,6 +395,10 @@ class CachePool:
         resident.parked, resident.keep = "", None
         self._restores[str(tier)] += 1
         self._shelf.discard(conversation)
+
+    def _fingerprint(self, resident: Resident, ids: str) -> dict[str, str]:
+        own = replace(self._identity(), storage=resident.live.storage or "full")
+        return own.fingerprint(resident.name, ids)
 
     def _promised(self) -> int:
         with self._ledger:

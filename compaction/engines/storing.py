@@ -74,7 +74,12 @@ class Storing:
         setting = Setting.parse(name)
         layers = self._quantizable()
         recent = BLOCK * ceil(max(setting.window + CALIBRATION, 3 / 2 * (setting.window + BLOCK)) / BLOCK)
-        exact = sum((layer.full + _POSITION) * (setting.sinks + recent) for layer in layers)
+        # Recent slots are many only where a conversation was short when it began: fewer codes stand beside them then.
+        exact = sum(
+            (layer.full + _POSITION) * (setting.sinks + recent)
+            - layer.coded(setting) * (setting.sinks + setting.window)
+            for layer in layers
+        )
         centres = sum(layer.heads * layer.key * 2 for layer in layers)
         scratch = max(layer.full for layer in layers)
         rotations = {rotation.key: rotation for layer in layers for rotation in layer.rope.rotations}
@@ -84,25 +89,26 @@ class Storing:
         per_token += ceil(_SCRATCH * scratch + _ANGLES * angles)
         return KVStorage(name, per_token, exact + centres + _STEP * (scratch + angles))
 
-    def convert(self, live: LiveCache, name: str) -> Quantized | None:
+    def convert(self, live: LiveCache, name: str, *, drop: bool = False) -> Quantized | None:
         """Keep a cache so from now on; None where it is already.
 
-        Codes are made once: from one storage to another, or back, what is held is dropped.
+        Codes are made once: from one storage to another, or back, what is held is dropped; with `drop` in any case.
         Raises EngineError where memory does not suffice; the cache is empty then, and kept so.
         """
         if live.storage == name:
             return None
-        setting = Setting.parse(name) if name else None
-        before = live.bytes
-        if setting is None or live.storage or not len(live):
-            live.keep_as(name, setting, self._plan() if setting else None)
+        price, before = self.cost(name) if name else None, live.bytes
+        if drop or price is None or live.storage or not len(live):
+            setting = Setting.parse(name) if name else None
+            live.keep_as(price, setting, self._plan() if setting else None)
             return Quantized(name, before, live.bytes)
-        errors = self._in_place(live, name, setting)
+        errors = self._in_place(live, price)
         return Quantized(name, before, live.bytes, *errors)
 
-    def _in_place(self, live: LiveCache, name: str, setting: Setting) -> tuple[float | None, float | None]:
+    def _in_place(self, live: LiveCache, price: KVStorage) -> tuple[float | None, float | None]:
         """Code what the cache holds, one layer after the other; returns the relative errors of keys and values."""
-        plan, cache, sides = self._plan(), live.cache, ([0.0, 0.0], [0.0, 0.0])
+        plan, setting = self._plan(), Setting.parse(price.name)
+        cache, sides = live.cache, ([0.0, 0.0], [0.0, 0.0])
         try:
             for index, full in _full(cache.layers):
                 exact = [part(0, full.held).clone() for part in (full.key_slice, full.value_slice)]
@@ -110,11 +116,13 @@ class Storing:
                 for side, found in zip(sides, _squares(cache.layers[index], exact), strict=True):
                     side[:] = [a + b for a, b in zip(side, found, strict=True)]
         except BaseException as exc:
-            live.keep_as(name, setting, plan)
+            live.keep_as(price, setting, plan)
             if isinstance(exc, torch.OutOfMemoryError):
-                raise EngineError(f"out of memory while a cache is stored as {name}: it is prefilled again") from exc
+                raise EngineError(
+                    f"out of memory while a cache is stored as {price.name}: it is prefilled again"
+                ) from exc
             raise
-        live.keep_as(name, setting, plan, drop=False)
+        live.keep_as(price, setting, plan, drop=False)
         keys, values = (sqrt(error / norm) if norm else None for error, norm in sides)
         return keys, values
 

@@ -32,7 +32,7 @@ from compaction.engines.scoring import Scoring
 from compaction.engines.segments import Segment, Segmenter
 from compaction.engines.splicing import Applied, Splicing
 from compaction.engines.storing import Storing
-from compaction.errors import CannotRotate, CannotSplice, EngineError, InvalidInput
+from compaction.errors import CannotRotate, CannotSplice, EngineError, InvalidInput, PoolFull
 from compaction.kv.geometry import KVGeometry
 from compaction.kv.residency.fingerprint import Identity, tokenizer_digest
 from compaction.kv.residency.pool import Pool
@@ -345,20 +345,28 @@ class TransformersEngine:
     def quantize(self, conversation: str, storage: str) -> Quantized | None:
         """Keep the conversation's cache in this storage from now on; "": in the model's number format.
 
-        What it holds is coded in place, once: where it was coded before, it is dropped and prefilled again. None: it
-        was kept so already. Raises InvalidInput for a name that is none, EngineError while a reply is running, or where
-        memory does not suffice (the cache is empty then).
+        What it holds is coded in place, once: where it was coded before, or the pool has no room for that, it is
+        dropped and prefilled again. None: it was kept so already. Raises InvalidInput for a name that is none,
+        EngineError while a reply is running, or where memory does not suffice (the cache is empty then).
         """
-        if not storage and conversation not in self._conversations:
+        known = self._conversations.get(conversation)
+        if (known.live.storage if known else "") == storage:
             return None
         more = 0
         if storage and self.pool is not None:  # codes beside what they are made from, and a copy of one layer
             more = self.storage(storage).fixed + 3 * self.pool.layer * self._length(conversation)
-        with self._idle(conversation, more=more) as held:
-            done = self._storing.convert(held.live, storage)
-            if done is not None and not len(held.live):
-                held.prompt, held.request, held.layout, held.logits = 0, None, (), None
-            return done
+        try:
+            with self._idle(conversation, more=more) as held:
+                return self._keep_as(held, storage)
+        except PoolFull:
+            with self._idle(conversation) as held:
+                return self._keep_as(held, storage, drop=True)
+
+    def _keep_as(self, held: _Conversation, storage: str, *, drop: bool = False) -> Quantized | None:
+        done = self._storing.convert(held.live, storage, drop=drop)
+        if done is not None and not len(held.live):
+            held.prompt, held.request, held.layout, held.logits = 0, None, (), None
+        return done
 
     def scores(
         self, conversation: str, kind: str, messages: _Messages, tools: _Tools, *, limit: int
@@ -494,9 +502,10 @@ class TransformersEngine:
                     return done
             except (CannotSplice, CannotRotate) as exc:
                 refused = exc.reason
+        stood = min(len(live), held.prompt - self._opening)
         applied = self._crop(live, wanted)
         live.start_turn(len(wanted) + reply - 1)  # the last token of a reply is not fed
-        return replace(applied, refused=refused)
+        return replace(applied, refused=refused if applied.kept < stood else "")  # else there was nothing to splice
 
     def _crop(self, live: LiveCache, wanted: list[int]) -> Applied:
         """Crop the cache to what it shares with the wanted ids and is as a fresh prefill would have made it."""

@@ -239,13 +239,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiers(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Where caches and blocks go: memory and files."""
     pools = {"host": Pool(1, host="1GiB"), "disk": Pool(1, disk=(tmp_path, "1GiB"))}
-    made = {
-        "shelves": {tier: Shelf(pool) for tier, pool in pools.items()},
-        "stores": {tier: BlockStore(pool, IDENTITY) for tier, pool in pools.items()},
-    }
-    yield made
-    for each in (*made["shelves"].values(), *made["stores"].values()):
-        each.close()
+    shelves = {tier: Shelf(pool) for tier, pool in pools.items()}
+    stores = {tier: BlockStore(pool, IDENTITY) for tier, pool in pools.items()}
+    yield {"shelves": shelves, "stores": stores}
+    for tier in pools:
+        shelves[tier].close()
+        stores[tier].close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,7 +252,7 @@ def run(machine: type[Machine], tiers: dict[str, Any], examples: int, **more: An
     """So many sequences."""
     run_state_machine_as_test(
         type("Here", (machine,), {**tiers, **more}),
-        settings=settings(max_examples=examples, stateful_step_count=15, deadline=None),
+        settings=settings(max_examples=examples, stateful_step_count=12, deadline=None),
     )
 
 
