@@ -182,6 +182,8 @@ class RaggedCache(Cache):
         Raises CannotSplice, with nothing changed, for layers that cannot be cut by head, InvalidInput for masks of
         another shape.
         """
+        if len(keep) != len(cache.layers):
+            raise InvalidInput(f"{len(keep)} masks for {len(cache.layers)} layers")
         shared = [index for index, layer in enumerate(cache.layers) if type(layer).__name__ == "DummyLayer"]
         if shared:
             raise CannotSplice(f"layer {shared[0]} reads another layer's keys, which must stay whole for it")
@@ -324,6 +326,8 @@ def _check(index: int, layer: Any, mask: Any, positions: Sequence[int] | None) -
         if layer.keys.shape[1] == 1 and layer.keys.shape[3] != layer.values.shape[3]:
             raise CannotSplice(f"layer {index} stores a latent, which all heads share")
         shapes, wanted = [list(mask.shape)], [list(layer.keys.shape[1:3])]
+        if positions is not None and len(positions) != layer.held:
+            raise InvalidInput(f"layer {index} holds {layer.held} slots, {len(positions)} positions are given")
     else:
         raise CannotSplice(f"layer {index} is a {type(layer).__name__} without slots for all tokens of each head")
     if shapes != wanted:

@@ -266,6 +266,11 @@ def test_what_cannot_be_cut_by_head_is_refused_and_stays() -> None:
     cache = full(tiny_model("llama"))
     with pytest.raises(InvalidInput, match="by head"):
         RaggedCache.of(cache, [torch.ones(2, 7, dtype=torch.bool)] * 4)
+    whole = [torch.ones(2, CONTEXT, dtype=torch.bool)] * 4
+    with pytest.raises(InvalidInput, match="3 masks for 4 layers"):
+        RaggedCache.of(cache, whole[:3])
+    with pytest.raises(InvalidInput, match="7 positions"):
+        RaggedCache.of(cache, whole, positions=range(7))
     assert all(layer.held == CONTEXT for layer in cache.arenas)
 
 
