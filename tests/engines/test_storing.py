@@ -10,7 +10,8 @@ import torch
 from compaction.engines import TransformersEngine
 from compaction.errors import EngineError, InvalidInput
 from compaction.kv.quantization.layer import QuantizedLayer
-from tests.fixtures_models import FAMILIES, shared_tiny_engine
+from compaction.kv.residency.pool import Pool
+from tests.fixtures_models import FAMILIES, shared_tiny_engine, tiny_engine
 
 Messages = list[dict[str, Any]]
 NAMES = ("k8v4", "tq4", "k4v2:sinks=2,window=16", "tqk5v3:window=0")
@@ -179,3 +180,24 @@ def test_every_family_keeps_its_promise_or_says_why_not(family: str) -> None:
         assert usage.completion_tokens >= 1
     finally:
         engine.close()
+
+
+def test_a_quantized_cache_is_parked_and_comes_back_quantized() -> None:
+    """Under a pool it says what it says without one, at its own price, and nothing is prefilled again."""
+    said: list[tuple[Any, ...]] = []
+    for pooled in (True, False):
+        engine = tiny_engine("llama")
+        pool = engine.use_pool(Pool(1_240_000, 4_000_000)) if pooled else None
+        turn(engine, long(20))
+        engine.quantize("c", "k8v4")
+        turn(engine, long(21))
+        for _ in engine.generate("other", long(37), None, max_new_tokens=2):
+            pass
+        if pool is not None:
+            assert (pool.where("c"), engine.kv_bytes("c")) == ("host", 0)
+        result = turn(engine, long(22))
+        said.append((result.ids, result.usage.reused, result.usage.kv_bytes))
+        assert isinstance(layers(engine)[0], QuantizedLayer) and layers(engine)[0].coded > 400
+        engine.close()
+
+    assert said[0] == said[1] and said[0][1] > 500
