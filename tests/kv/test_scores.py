@@ -17,6 +17,7 @@ from compaction.kv.cache import ArenaCache
 from compaction.kv.probe import probe
 from compaction.kv.rope import rotate
 from compaction.kv.scoring import (
+    Pool,
     Scores,
     expected_attention,
     keep_masks,
@@ -33,6 +34,7 @@ from tests.kv.architectures import model_of
 
 IDS = torch.randint(3, 60, (50,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPT = [7, 8, 9]
+POOLS: tuple[Pool, ...] = ("model", "layer", "head")
 
 
 def full(model: Any, **options: Any) -> ArenaCache:
@@ -240,7 +242,7 @@ def made(layers: int, heads: int, slots: int, seed: int) -> Scores:
     st.integers(1, 3),
     st.integers(20, 60),
     st.floats(0.3, 1),
-    st.sampled_from(["model", "layer", "head"]),
+    st.sampled_from(POOLS),
     st.floats(0, 1),
     st.integers(0, 99),
 )
@@ -268,9 +270,9 @@ def test_ties_go_to_the_older_slot() -> None:
     """And differences that another order of summation makes are no differences."""
     scores: Scores = [torch.full((2, 10), 1 / 3) * (1 + 1e-7 * torch.arange(10))]
 
-    masks = keep_masks(scores, 0.5, sinks=0, recent=0, pool="head")
-
-    assert masks[0] is not None and masks[0].tolist() == [[True] * 5 + [False] * 5] * 2
+    for pool in POOLS:
+        masks = keep_masks(scores, 0.5, sinks=0, recent=0, pool=pool)
+        assert masks[0] is not None and masks[0].tolist() == [[True] * 5 + [False] * 5] * 2
 
 
 @pytest.mark.parametrize("options", [{"keep": 0.0}, {"keep": 1.1}, {"keep": 0.2}, {"keep": 0.5, "safeguard": 2.0}])

@@ -51,8 +51,9 @@ def keep_masks(
     if pool != "head":
         sizes = [layer.shape[0] for layer in chosen] if pool == "layer" else [heads.shape[0]]
         for part, taken in zip(torch.split(heads, sizes), torch.split(mask, sizes), strict=True):
-            rest = part.masked_fill(taken, -math.inf).flatten()
-            taken.view(-1)[_order(rest[None])[0, : share * part.shape[0] - int(taken.sum())]] = True
+            by_slot = part.masked_fill(taken, -math.inf).T.flatten()  # slots first: ties go to the older one
+            chosen_next = _order(by_slot)[: share * part.shape[0] - int(taken.sum())]
+            taken[chosen_next % part.shape[0], chosen_next // part.shape[0]] = True
     masks = iter(torch.split(mask, [layer.shape[0] for layer in chosen]))
     return [None if layer is None else next(masks).to(layer.device) for layer in scores]
 
