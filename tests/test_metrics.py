@@ -16,6 +16,7 @@ import pytest
 from compaction.budget import Budget
 from compaction.engines import TransformersEngine
 from compaction.errors import BudgetUnsatisfiable, InvalidInput, LogConflict, LogError
+from compaction.kv.residency import Pool
 from compaction.manager import SessionManager
 from compaction.metrics import Metrics, WatchedLog
 from compaction.policies import NoOp, SlidingWindow, Summarize
@@ -264,6 +265,32 @@ def test_kv_bytes_are_measured_when_asked(engine: TransformersEngine) -> None:
     assert series(metrics, "conversation_kv_bytes") == {f"short {engine.name}": two}
     made.release("short")
     assert series(metrics, "kv_cache_usage_perc") == {engine.name: 0.0}
+
+
+def test_a_pool_shows_its_tiers_and_what_it_did(engine: TransformersEngine) -> None:
+    """Bytes and conversations of each tier; usage is the share of the pool."""
+    metrics = Metrics()
+    size = 120 * engine.kv_bytes_per_token
+    made = manager(metrics, engine=engine, counter=None, budget=Budget(tokens=400), pool=Pool(size, host="1MiB"))
+    try:
+        for name in ("a", "b", "c"):
+            chat(made, name, 3)
+        chat(made, "a", 1)
+        assert made.pool is not None
+        usage, model = made.pool.usage(), engine.name
+
+        assert usage.parks > 0 and usage.restores["host"] > 0
+        assert value(metrics, "pool_bytes", model_name=model, tier="device") == usage.device.bytes
+        assert value(metrics, "pool_bytes", model_name=model, tier="host") == usage.host.bytes > 0
+        assert value(metrics, "pool_budget_bytes", model_name=model, tier="device") == size
+        assert value(metrics, "pool_conversations", model_name=model, tier="host") == usage.host.conversations
+        assert value(metrics, "pool_parks_total", model_name=model) == usage.parks
+        assert value(metrics, "pool_restores_total", model_name=model, tier="host") == usage.restores["host"]
+        held = sum(engine.kv_bytes(name) for name in ("a", "b", "c"))
+        assert value(metrics, "kv_cache_usage_perc", model_name=model) == pytest.approx(held / size)
+    finally:
+        engine.close()
+        engine.pool = None
 
 
 @pytest.mark.parametrize(("most", "names"), [(1, ["long", "(other)"]), (0, ["(other)"])])

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from compaction.kv.residency.pool import PoolView
 from compaction.manager import SessionManager
 from compaction.ports import Engine
 
 if TYPE_CHECKING:
-    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.core import Metric
 
 __all__ = ["NO_MODEL", "OTHERS", "KVGauges", "Source"]
 
@@ -72,8 +73,11 @@ class KVGauges:
         self.sources: list[Source] = []
         self._most = most
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """KV bytes by conversation and in all, how many conversations that is, and the share of what they may hold."""
+    def collect(self) -> Iterator[Metric]:
+        """KV bytes by conversation and in all, how many conversations that is, and the share of what they may hold.
+
+        Where caches share a pool, that is the pool's bytes on the device; its tiers and what it did come on top.
+        """
         from prometheus_client.core import GaugeMetricFamily
 
         def gauge(name: str, help: str, *more: str) -> GaugeMetricFamily:
@@ -88,10 +92,39 @@ class KVGauges:
             used = sum(held.values())
             pool.add_metric([model], used)
             holders.add_metric([model], len(held))
+            pools = _pools(sources)
+            allowed = sum(each.budget.device_bytes for each in pools) or allowed
             share.add_metric([model], used / allowed if allowed else 0.0)
             for conversation, size in self._shown(held).items():
                 one.add_metric([model, conversation], size)
         yield from (one, pool, holders, share)
+        yield from self._tiers()
+
+    def _tiers(self) -> Iterator[Metric]:
+        """What pools hold in each tier, and what they have done."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        model = ["model_name"]
+        held = GaugeMetricFamily("compaction_pool_bytes", "Bytes of a pool's tier.", labels=[*model, "tier"])
+        budget = GaugeMetricFamily("compaction_pool_budget_bytes", "What a tier may hold.", labels=[*model, "tier"])
+        holders = GaugeMetricFamily("compaction_pool_conversations", "Caches in a tier.", labels=[*model, "tier"])
+        parks = CounterMetricFamily("compaction_pool_parks", "Caches that left the device.", labels=model)
+        back = CounterMetricFamily("compaction_pool_restores", "Caches that came back.", labels=[*model, "tier"])
+        gone = CounterMetricFamily("compaction_pool_dropped", "Caches that no tier had room for.", labels=model)
+        refused = CounterMetricFamily("compaction_pool_refused", "Caches not used.", labels=[*model, "reason"])
+        for name, sources in self._by_model().items():
+            for usage in (pool.usage() for pool in _pools(sources)):
+                for tier, of in (("device", usage.device), ("host", usage.host), ("disk", usage.disk)):
+                    held.add_metric([name, tier], of.bytes)
+                    budget.add_metric([name, tier], of.budget)
+                    holders.add_metric([name, tier], of.conversations)
+                parks.add_metric([name], usage.parks)
+                gone.add_metric([name], usage.dropped)
+                for tier, count in usage.restores.items():
+                    back.add_metric([name, tier], count)
+                for reason, count in usage.refused.items():
+                    refused.add_metric([name, reason], count)
+        yield from (held, budget, holders, parks, back, gone, refused)
 
     def _by_model(self) -> dict[str, list[Source]]:
         """Managers of models that go by one name share series."""
@@ -123,3 +156,8 @@ class KVGauges:
         if rest:
             shown[OTHERS] = shown.get(OTHERS, 0) + rest
         return shown
+
+
+def _pools(sources: Sequence[Source]) -> list[PoolView]:
+    """The pools of these managers, each once: managers that share an engine share its pool."""
+    return list({id(source.manager.pool): source.manager.pool for source in sources if source.manager.pool}.values())

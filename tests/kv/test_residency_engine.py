@@ -530,3 +530,20 @@ def test_quantized_caches_are_parked_as_codes(tier: str, tmp_path: Path) -> None
     usage = pooled().pool.usage()  # type: ignore[union-attr]
     assert expected[0] == expected[1]
     assert usage.restores.get(tier, 0) >= 2 and not usage.refused
+
+
+def test_the_docs_example_runs(tmp_path: Path) -> None:
+    """The first one of docs/residency.md, with a small model in the place of SmolLM2."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "residency.md").read_text("utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    for said, here in (
+        ('TransformersEngine("smollm2")', "engine"),
+        ("/var/tmp/kv", str(tmp_path)),
+        ("tokens=2048", "tokens=512"),
+    ):
+        assert said in code
+        code = code.replace(said, here)
+    names: dict[str, Any] = {"engine": pooled()}
+    exec(code, names)
+
+    assert names["manager"].pool.where("conversation-42") == "device"
