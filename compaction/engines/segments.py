@@ -9,11 +9,12 @@ Knows nothing about caches.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from compaction.engines.reasons import Request
 from compaction.errors import CannotSplice, EngineError
@@ -24,6 +25,8 @@ from compaction.tokens.template import ChatTemplate
 __all__ = ["Segment", "Segmenter"]
 
 _KNOWN = 4096
+_UNKNOWN = (-1, -1)
+_T = TypeVar("_T")
 _Messages = Sequence[Mapping[str, Any]]
 _Tools = Sequence[Mapping[str, Any]] | None
 
@@ -39,6 +42,8 @@ class Segment:
 class Segmenter:
     """Splits requests of one template. What was found for a message, or for the messages before it, is remembered.
 
+    Safe to use from many threads.
+
     Args:
         template: renders.
         counter: counts messages; where it is additive, a message's ids are as many wherever it stands.
@@ -49,6 +54,7 @@ class Segmenter:
         self._template, self._counter, self._opening = template, counter, opening
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
         self._prefixes: OrderedDict[bytes, tuple[int, int] | None] = OrderedDict()
+        self._lock = threading.Lock()
 
     def split(self, messages: _Messages, tools: _Tools, request: Request, ids: Sequence[int]) -> tuple[Segment, ...]:
         """The segments of a request that is rendered to `ids`.
@@ -59,7 +65,7 @@ class Segmenter:
         marks = self._added_up(messages, tools, request, leading) if self._counter.additive else []
         if not marks or marks[-1][1] + self._opening != len(ids):
             marks = self._rendered(messages, tools, request, ids, leading)
-        if len(marks) < 2 or marks[-1][0] != len(messages):
+        if not marks or marks[-1][0] != len(messages) or (len(marks) == 1 and leading < len(messages)):
             raise CannotSplice("the chat template does not write this conversation message by message")
         digests = (request.tools, *request.messages)
         edges = [(0, 0), *((count + 1, end) for count, end in marks)]
@@ -75,11 +81,11 @@ class Segmenter:
         return marks
 
     def _length(self, digest: bytes, message: Mapping[str, Any]) -> int:
-        if digest not in self._lengths:
-            self._lengths[digest] = self._counter.message(message)
-            if len(self._lengths) > _KNOWN:
-                self._lengths.popitem(last=False)
-        return self._lengths[digest]
+        found = self._lengths.get(digest)
+        if found is None:
+            found = self._counter.message(message)
+            _remember(self._lengths, digest, found, self._lock)
+        return found
 
     def _rendered(
         self, messages: _Messages, tools: _Tools, request: Request, ids: Sequence[int], leading: int
@@ -96,12 +102,20 @@ class Segmenter:
 
     def _prefix(self, key: bytes, messages: _Messages, tools: _Tools) -> tuple[int, int] | None:
         """Length and hash of what the template writes for these messages alone; None where it refuses them."""
-        if key not in self._prefixes:
+        found = self._prefixes.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
             try:
                 ids = self._template.ids(messages, tools, generation_prompt=False)
-                self._prefixes[key] = (len(ids), hash(tuple(ids)))
+                found = (len(ids), hash(tuple(ids)))
             except EngineError:
-                self._prefixes[key] = None
-            if len(self._prefixes) > _KNOWN:
-                self._prefixes.popitem(last=False)
-        return self._prefixes[key]
+                found = None
+            _remember(self._prefixes, key, found, self._lock)
+        return found
+
+
+def _remember(known: OrderedDict[bytes, _T], key: bytes, value: _T, lock: threading.Lock) -> None:
+    """Put it in, the oldest out."""
+    with lock:
+        known[key] = value
+        while len(known) > _KNOWN:
+            known.popitem(last=False)

@@ -19,7 +19,7 @@ from compaction.errors import EngineError
 from compaction.ports import Engine, Generated, Generation
 
 Messages = list[dict[str, Any]]
-REASONS = {"", "first", "compaction", "edited", "template", "retokenized", "uncroppable"}
+REASONS = {"", "first", "compaction", "edited", "template", "retokenized", "uncroppable", "spliced"}
 HELLO: Messages = [{"role": "user", "content": "Tell me about the quick brown fox."}]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from compaction.engines import TransformersEngine
+from compaction.engines.generation import TransformersGeneration
 from tests.contracts.engine_contract import EngineContract
-from tests.fixtures_models import FAMILIES, shared_tiny_engine
+from tests.fixtures_models import FAMILIES, shared_tiny_engine, tiny_model, tiny_tokenizer
 
 
 class TestTinyModels(EngineContract):
@@ -49,6 +51,21 @@ class TestStatefulModels(EngineContract):
         engine.forget_reply("c")
 
         assert engine.kv_bytes("c") == 0 and engine.complete(ask, max_new_tokens=4).ids == before
+
+
+class Spliced(TransformersEngine):
+    """Edits its caches in place, asked or not."""
+
+    def generate(self, *request: Any, **options: Any) -> TransformersGeneration:
+        return super().generate(*request, **{"apply": "splice", **options})
+
+
+class TestSpliced(EngineContract):
+    """Caches that are edited in place keep the contract too."""
+
+    @pytest.fixture
+    def engine(self) -> TransformersEngine:
+        return Spliced(tiny_model("llama"), tokenizer=tiny_tokenizer())
 
 
 @pytest.mark.model

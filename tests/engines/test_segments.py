@@ -81,6 +81,11 @@ def test_messages_that_are_merged_share_a_segment() -> None:
     assert [len(part.digests) for part in parts] == [2, 1, 2, 1, 1]
 
 
+def test_rules_alone_are_a_head() -> None:
+    """Nothing has been said yet, and that is no reason to refuse."""
+    assert [len(part.digests) for part in split(segmenter(), TALK[:1])] == [2]
+
+
 def test_a_template_that_writes_all_messages_differently_each_time_is_refused() -> None:
     """No boundary holds: the conversation cannot be edited message by message."""
     with pytest.raises(CannotSplice, match="message by message"):

@@ -151,7 +151,7 @@ def test_divergence_is_sampled_as_the_rng_says() -> None:
         made = SessionManager(
             tiny_engine(), SlidingWindow(), Budget(tokens=LIMIT), log, apply="splice", divergence_rate=rate, rng=Dice()
         )
-        list(turns(made.session("c"), 12))
+        list(turns(made.session("c"), 11, reply=1))
         said = [payload["applied"] for payload in events(log, "usage") if payload["applied"]["how"] == "splice"]
         drawn.append(["divergence" in a for a in said])
         assert all(a["divergence"]["kl"] >= 0 and a["divergence"]["tokens"] >= 1 for a in said if "divergence" in a)
@@ -260,7 +260,7 @@ def test_replies_of_generate_stay_in_the_cache() -> None:
     engine = tiny_engine()
     session = manager(engine).session("c")
     session.append(system("Be brief."))
-    for turn in range(10):
+    for turn in range(7):
         session.append(user(f"question {turn}: the quick brown fox and the dog"))
         session.generate(max_new_tokens=6)
 
@@ -268,7 +268,7 @@ def test_replies_of_generate_stay_in_the_cache() -> None:
     again = tiny_engine()
     other = manager(again).session("c")
     other.append(system("Be brief."))
-    for turn in range(10):
+    for turn in range(7):
         other.append(user(f"question {turn}: the quick brown fox and the dog"))
         other.generate(max_new_tokens=6)
     assert all((a == b).all() for a, b in zip(one, tensors(again), strict=True))
