@@ -112,7 +112,7 @@ def test_the_policies_of_the_docs_commands_are_there() -> None:
     given = [shlex.split(command) for command, _ in sessions(DOCS / "policies.md")]
     texts = [words[words.index("--policy") + 1] for words in given]
 
-    assert [parse_policy(text).name for text in texts] == ["pipeline", "fallback", "pipeline"]
+    assert [parse_policy(text).name for text in texts] == ["quantize", "quantize", "pipeline", "fallback", "pipeline"]
 
 
 def test_the_docs_sql_runs(tmp_path: Path) -> None:

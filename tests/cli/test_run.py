@@ -70,6 +70,30 @@ def test_a_run_can_splice(tmp_path: Path) -> None:
     assert as_json("audit", "verify", tmp_path / "a.db")["ok"]
 
 
+def test_a_run_quantizes_before_it_drops(tmp_path: Path) -> None:
+    """Under --kv-budget: all messages stay, measured bytes stay within it, and audit show says what was done."""
+    questions = [f"Parcel {n} of order 7712: what is known? " + "It was scanned in Zürich. " * 9 for n in range(6)]
+    talk = [message for text in questions for message in (user(text), assistant("Nothing yet."))]
+    db, most = tmp_path / "a.db", 12 * 2**20
+
+    found = as_json(
+        "run", write_talk(tmp_path, talk), "--kv-budget", "12MiB", "--policy", "quantize:then=truncate",
+        "--max-new-tokens", 2, "--log", db,
+    )  # fmt: skip
+
+    assert (found["compactions"], found["discarded_spans"], found["unsatisfiable"]) == (1, 0, 0)
+    assert found["budget_kv_bytes"] == most and found["peak_tokens"] > found["budget_tokens"]
+    assert found["kv_bytes"] <= most and found["reuse_violations"] == 0
+    with AuditLog(db) as log:
+        applied = [event.payload["applied"] for event in log.events(NAME) if event.kind == "usage"]
+    done = next(item["quantize"] for item in applied if "quantize" in (item or {}))
+    assert done["bytes_after"] < done["bytes_before"] <= most and done["storage"] == "k8v4"
+    shown = cli("audit", "show", db).stdout
+    assert "bytes before words (k8v4, KV " in " ".join(shown.split())
+    assert as_json("audit", "show", db)["decisions"][0]["reasons"] == ["bytes before words"]
+    assert as_json("replay", db)["identical"] == 1 and verified(db)
+
+
 def test_a_run_without_a_log_says_so(talk: Path) -> None:
     """Where the log was in memory, nothing is said to be in it."""
     shown = cli("run", talk, "--budget", 400, "--max-new-tokens", 4).stdout
