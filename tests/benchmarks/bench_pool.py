@@ -97,9 +97,19 @@ class Run:
     pool_bytes: int = 0
 
 
-def texts(tokenizer: Any, count: int, tokens: int) -> list[str]:
-    """Recorded text of so many tokens, with room left for the template."""
-    return [str(tokenizer.decode(list(d.context))) for d in documents(tokenizer, count, context=tokens - 48, tail=1)]
+def texts(engine: Any, count: int, tokens: int) -> list[str]:
+    """Recorded text that makes prompts of so many tokens each, or a few less."""
+    made = []
+    for document in documents(engine.tokenizer, count, context=tokens, tail=1):
+        text = str(engine.tokenizer.decode(list(document.context), skip_special_tokens=True))
+        while (over := len(_prompt(engine, text)) - tokens) > 0:
+            text = text[: len(text) - max(1, over)]
+        made.append(text)
+    return made
+
+
+def _prompt(engine: Any, text: str) -> list[int]:
+    return list(engine.template.ids([{"role": "user", "content": text}], None))
 
 
 def turn(engine: Any, name: str, messages: list[dict[str, Any]]) -> Turn:
@@ -148,12 +158,10 @@ def talk(said: list[str], pool: Pool | None) -> Run:
     return done
 
 
-def room(said: list[str]) -> int:
-    """Bytes of five conversations with both turns: what five arenas of the longest of them weigh."""
-    engine = smollm2_engine("bfloat16")
-    longest = max(len(engine.template.ids([{"role": "user", "content": text}], None)) for text in said)
-    both = longest + len(engine.tokenizer(ASKED)["input_ids"]) + 2 * REPLY + 24
-    return ROOM * both * engine.kv_bytes_per_token
+def room(engine: Any, said: list[str]) -> int:
+    """Bytes of five conversations with both turns, the longest there are."""
+    both = max(len(_prompt(engine, text)) for text in said) + len(_prompt(engine, ASKED)) + 2 * REPLY
+    return ROOM * both * int(engine.kv_bytes_per_token)
 
 
 def against(plain: Run, pooled: Run) -> dict[str, Any]:
@@ -193,8 +201,9 @@ def against(plain: Run, pooled: Run) -> dict[str, Any]:
 
 def run(conversations: int = CONVERSATIONS, tokens: int = TOKENS) -> dict[str, Any]:
     """All figures by name. Three times twenty prefills of 2,000 tokens: some ten minutes on two cores."""
-    said = texts(smollm2_engine("bfloat16").tokenizer, conversations, tokens)
-    size = room(said)
+    engine = smollm2_engine("bfloat16")
+    said = texts(engine, conversations, tokens)
+    size = room(engine, said)
     folder = Path(tempfile.mkdtemp(prefix="bench-pool-"))
     try:
         plain = talk(said, None)

@@ -19,8 +19,10 @@ from compaction.errors import EngineError, InvalidBudget, InvalidInput, PoolFull
 from compaction.kv import arena
 from compaction.kv.measure import storage_bytes
 from compaction.kv.residency import Pool
-from tests.fixtures_models import FAMILIES, tiny_engine
+from compaction.policies import SlidingWindow
+from tests.fixtures_models import tiny_engine
 
+TRIED = ("llama", "deepseek_mla", "mistral_sliding", "gemma3_hybrid", "lfm2_conv")
 ENGINES: dict[tuple[str, str], TransformersEngine] = {}
 Messages = list[dict[str, Any]]
 Answer = tuple[str, tuple[int, ...]]
@@ -145,7 +147,7 @@ def tensors(engine: TransformersEngine, conversation: int) -> list[torch.Tensor]
 
 @pytest.mark.parametrize(
     ("family", "tiers"),
-    [*((family, "host") for family in FAMILIES), *(("gemma3_hybrid", tiers) for tiers in ("disk", "both", "text"))],
+    [*((family, "host") for family in TRIED), *(("gemma3_hybrid", tiers) for tiers in ("disk", "both", "text"))],
 )
 def test_everybody_answers_as_without_a_pool(family: str, tiers: str, allocations: Allocations, tmp_path: Path) -> None:
     """Seven conversations at random, room for two: the same ids, and never a byte too many."""
@@ -530,6 +532,32 @@ def test_quantized_caches_are_parked_as_codes(tier: str, tmp_path: Path) -> None
     usage = pooled().pool.usage()  # type: ignore[union-attr]
     assert expected[0] == expected[1]
     assert usage.restores.get(tier, 0) >= 2 and not usage.refused
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_spliced_conversations_are_parked_as_they_stand(tier: str, allocations: Allocations, tmp_path: Path) -> None:
+    """Holes, moved keys and what is dirty come back: conversations cut in place say what they say without a pool."""
+    size = 420 * plain().kv_bytes_per_token
+    pool = Pool(size, host="1GiB") if tier == "host" else Pool(size, disk=(tmp_path, "1GiB"))
+    said: list[list[tuple[str, int, dict[str, Any]]]] = []
+    for engine, within in ((plain(), None), (pooled(), pool)):
+        manager = SessionManager(
+            engine=engine, budget=Budget(tokens=260), policy=SlidingWindow(), apply="splice", pool=within
+        )
+        allocations.peak = allocations.now = 0
+        said.append([])
+        for turn in range(6):
+            for name in ("a", "b", "c"):
+                session = manager.session(name)
+                session.append({"role": "user", "content": f"{name} {turn}: the quick brown fox, thank you " * 3})
+                reply = session.generate(max_new_tokens=4)
+                said[-1].append((reply.text, reply.usage.prefilled, dict(reply.usage.applied or {})))
+
+    pool_usage = manager.pool.usage() if manager.pool else None
+    assert said[0] == said[1]
+    assert sum(applied.get("how") == "splice" for *_, applied in said[1]) >= 6
+    assert pool_usage is not None and pool_usage.restores[tier] >= 6
+    assert allocations.peak <= pool_usage.peak_bytes <= size
 
 
 def test_the_docs_example_runs(tmp_path: Path) -> None:
