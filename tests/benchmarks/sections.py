@@ -101,4 +101,13 @@ SECTIONS = (
             **{f"pool_{tier}_bytes": Target("ratio", "<=", 1.0) for tier in ("host", "disk")},
         },
     ),
+    Section(
+        "long",
+        "A long conversation in small",
+        {
+            "long_perplexity_splice_vs_exact": Target("ratio", "<=", 1.25),
+            "long_budgets_kept": Target("ratio", ">=", 1),
+            "long_rss_last_vs_second_thousand": Target("ratio", "<=", 1.1),
+        },
+    ),
 )
