@@ -317,8 +317,12 @@ class Session:
     def divergence(self, tokens: int = DIVERGENCE_TOKENS) -> Divergence:
         """How far the live cache is from a fresh prefill of its ids, over the next `tokens` tokens.
 
-        Raises InvalidInput where nothing is spliced here, EngineError where the engine holds nothing.
+        Of a quantized cache, over the one token behind the last prompt. Raises InvalidInput where nothing is spliced or
+        quantized here, EngineError where the engine holds nothing.
         """
+        engine: object = self._ledger.settings.engine
+        if self.state.storage is not None and self.state.storage.name and isinstance(engine, SplicingEngine):
+            return engine.divergence(self.id, tokens)
         return self._splicing().divergence(self.id, tokens)
 
     def purge(self) -> int:

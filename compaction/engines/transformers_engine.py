@@ -316,12 +316,17 @@ class TransformersEngine:
         """How far the live cache is from a fresh prefill of its ids, over the next `tokens` tokens.
 
         The fresh cache stands beside the live one for as long as this takes. The last forward pass is `tokens` tokens
-        longer than the cache. Raises EngineError where nothing is held, while a reply is running, and CannotSplice
-        where the cache could not be put back as it was.
+        longer than the cache. A quantized cache cannot go on and come back: of it, the one token behind the prompt.
+        Raises EngineError where nothing is held, while a reply is running, and CannotSplice where the cache could not
+        be put back as it was.
         """
         coming = self._length(conversation) + _at_least_one(tokens)
         with self._visiting(coming) as fresh, self._idle(conversation, coming) as held:
             live = held.live
+            if live.storage and held.logits is not None:
+                fresh.start_turn(held.prompt)
+                exact = self._prefill(fresh, live.ids[: held.prompt])
+                return compare(live, held.logits, fresh, exact, feed=self._feed, tokens=1)
             pending = held.reply.result.ids[-1:] if held.reply and held.reply.result else ()
             behind = [] if len(live) == held.prompt else list(pending)  # the last token of a reply is not fed
             if not len(live) or (held.logits is None and not behind) or tokens + len(live) > self.window.tokens:
@@ -364,8 +369,10 @@ class TransformersEngine:
 
     def _keep_as(self, held: _Conversation, storage: str, *, drop: bool = False) -> Quantized | None:
         done = self._storing.convert(held.live, storage, drop=drop)
+        if done is not None:
+            held.logits = None  # the cache that made them is gone
         if done is not None and not len(held.live):
-            held.prompt, held.request, held.layout, held.logits = 0, None, (), None
+            held.prompt, held.request, held.layout = 0, None, ()
         return done
 
     def scores(
