@@ -237,14 +237,18 @@ class ArenaCache(DynamicCache):
         """
         before = storage_bytes(self)
         chosen = by_layer(storage, len(self.layers))
-        wanted = {i: s for i, s in enumerate(chosen) if s is not None and type(self.layers[i]) is ArenaLayer}
-        held = {self.layers[index].held for index in wanted}
+        wanted = {
+            index: (layer, setting)
+            for index, (layer, setting) in enumerate(zip(self.layers, chosen, strict=True))
+            if setting is not None and isinstance(layer, ArenaLayer) and type(layer) is ArenaLayer
+        }
+        held = {layer.held for layer, _ in wanted.values()}
         at = list(range(max(held, default=0))) if positions is None else list(positions)
         if held - {len(at)}:
             raise InvalidInput(f"{len(at)} positions were given for layers that hold {sorted(held)} slots")
-        made = {index: self._quantized(index, setting, plan, compiled) for index, setting in wanted.items()}
+        made = {index: self._quantized(index, setting, plan, compiled) for index, (_, setting) in wanted.items()}
         for index, layer in made.items():
-            full = self.layers[index]
+            full, _ = wanted[index]
             if full.is_initialized:
                 states = {"keys": full.key_slice(0, full.held), "values": full.value_slice(0, full.held)}
                 layer.take(states, torch.tensor(at, dtype=torch.int32, device=full.device)[None])

@@ -7,6 +7,7 @@ off its keys, and turned to the slot's position by the plain rotation.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,7 +271,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 
     full = (4 + 8) * (HEADS * DIM * 2 * 4 + 4)  # float32, and the position each key was made for
     assert layer.logical_nbytes() == coded + full + 1_012 * 4 + HEADS * DIM * 2
-    assert layer.nbytes() == storage_bytes([layer._regions(), layer._centre])
+    assert layer.nbytes() == storage_bytes(layer._regions)
     assert layer.nbytes() - layer.logical_nbytes() == (BLOCK - 8) * (HEADS * DIM * 2 * 4 + 4)
 
 
@@ -332,9 +333,15 @@ def test_capacity_holds_and_slots_are_not_written() -> None:
     layer = filled("k8v4", 300, capacity=310)
     with pytest.raises(EngineError, match="310"):
         feed(layer, states(11), list(range(300, 311)))
-    for refused in (layer.write_keys, layer.write_values, layer.move, layer.extend):
-        with pytest.raises(InvalidInput, match="slots"):
-            refused(0, states(1)[0])
+    refused: list[Callable[[], None]] = [
+        lambda: layer.write_keys(0, states(1)[0]),
+        lambda: layer.write_values(0, states(1)[1]),
+        lambda: layer.move(0, 5, 3),
+        lambda: layer.extend(3),
+    ]
+    for change in refused:
+        with pytest.raises(InvalidInput, match="one by one"):
+            change()
     with pytest.raises(InvalidInput, match="not assigned"):
         layer.keys = states(1)[0]
 

@@ -24,17 +24,15 @@ from compaction.kv.quantization.angles import Shared, tables_of, turned
 from compaction.kv.quantization.codecs import STATISTIC, Codec
 from compaction.kv.quantization.edit import Arrangement, Piece
 from compaction.kv.quantization.reading import Reader, Reading, read
-from compaction.kv.quantization.rows import Rows
+from compaction.kv.quantization.regions import BLOCK, Region, Regions, length, own_copy
 from compaction.kv.quantization.settings import Setting
 from compaction.kv.rope import LayerRope
 
 __all__ = ["BLOCK", "CALIBRATION", "QuantizedLayer"]
 
-BLOCK = 64  # slots that are coded at once, when the window has grown by as many
 CALIBRATION = 128  # slots from which the mean key is taken at least: with 64, KL at 4 bits was half as large again
 _PIECE = 1024  # slots that are coded at once in a long prompt: bounds the float32 copies
 _SIDES = ("keys", "values")
-Region = dict[str, torch.Tensor]
 
 
 class QuantizedLayer(ArenaLayer):
@@ -65,10 +63,9 @@ class QuantizedLayer(ArenaLayer):
         self.setting, self.rope, self.compiled = setting, rope, compiled
         self.shared = shared if shared is not None else Shared()
         meter = meter if meter is not None else Meter()
-        self._first, self._recent = Rows(meter, max(1, setting.sinks)), Rows(meter, BLOCK)
-        self._body, self._where = Rows(meter, step, capacity), Rows(meter, step, capacity)
-        self._centre: torch.Tensor | None = None
+        self._regions = Regions(setting.sinks, setting.window, meter, step, capacity)
         self._readers: dict[str, Reader] = {}
+        self._like: Region = {}  # of each side: batch, heads, channels and number format, without a slot
         self._shifted = False
         super().__init__(capacity=capacity, step=step, meter=meter)
 
@@ -109,21 +106,22 @@ class QuantizedLayer(ArenaLayer):
         """Store states that were rotated to `positions` `[rows, n]`; codes what has left the window."""
         if not self.is_initialized:
             self.lazy_initialization(new["keys"], new["values"])
-        positions = self._widened(positions)
-        self._where.append({"positions": positions[:, None, :, None]})
-        rows: Region = {**new, "encoded": positions[:, None, :, None]}
-        if not self._body.held and not self._recent.held and self._first.held < self.setting.sinks:
-            sinks, rows = _split(rows, self.setting.sinks - self._first.held)
-            self._first.append(sinks)
-        waiting = self._recent.held + _length(rows)
-        if waiting < self.setting.window + (CALIBRATION if self._centre is None else BLOCK):
-            self._recent.append(rows)
+        regions, setting = self._regions, self.setting
+        positions = regions.for_batch(positions, int(self._like["keys"].shape[0]))[:, None, :, None]
+        regions.where.append({"positions": positions})
+        rows: Region = {**new, "encoded": positions}
+        if not regions.body.held and not regions.recent.held and regions.first.held < setting.sinks:
+            sinks, rows = _split(rows, setting.sinks - regions.first.held)
+            regions.first.append(sinks)
+        recent = regions.recent
+        leaving = recent.held + length(rows) - setting.window
+        if leaving < (CALIBRATION if regions.centre is None else BLOCK):
+            recent.append(rows)
             return
-        oldest, rows = _split(rows, max(0, waiting - self.setting.window - self._recent.held))
-        leaving = min(self._recent.held, waiting - self.setting.window)
-        self._code([self._recent.views(0, leaving), oldest])
-        self._recent.keep([(leaving, self._recent.held)])
-        self._recent.append(rows)
+        oldest, rows = _split(rows, max(0, leaving - recent.held))
+        self._code([recent.views(0, min(leaving, recent.held)), oldest])
+        recent.keep([(min(leaving, recent.held), recent.held)])
+        recent.append(rows)
 
     def prefetch(self) -> None:
         """Move back to the device where the states came from."""
@@ -152,40 +150,37 @@ class QuantizedLayer(ArenaLayer):
     @property
     def held(self) -> int:
         """Slots in use."""
-        return self._where.held
+        return self._regions.held
 
     @property
     def coded(self) -> int:
         """Slots whose keys and values are codes."""
-        return self._body.held
+        return self._regions.body.held
 
     @property
     def slots(self) -> int:
         """Slots allocated, all regions together."""
-        return self._first.slots + self._body.slots + self._recent.slots
+        return self._regions.slots
 
     @property
     def positions(self) -> torch.Tensor:
         """The position of each slot, int32 `[rows, held]`; one row where all conversations of the batch agree."""
-        views = self._where.views()
-        return views["positions"][:, 0, :, 0] if views else torch.empty(1, 0, dtype=torch.int32)
+        return self._regions.positions
 
     @property
     def slot_nbytes(self) -> int:
         """Bytes of one coded slot, its position included."""
         return sum(
-            int(like.shape[0] * like.shape[1]) * self._readers[name].codec.nbytes for name, like in self._likes()
+            int(like.shape[0] * like.shape[1]) * self._readers[name].codec.nbytes for name, like in self._like.items()
         ) + 4 * int(self.positions.shape[0])
 
     def nbytes(self) -> int:
         """Bytes allocated: codes, scales, positions, sinks and recent slots; what layers share not included."""
-        centre = self._centre.untyped_storage().nbytes() if self._centre is not None else 0
-        return sum(rows.nbytes() for rows in self._regions()) + centre
+        return self._regions.nbytes()
 
     def logical_nbytes(self) -> int:
         """Bytes of the slots in use."""
-        centre = self._centre.numel() * self._centre.element_size() if self._centre is not None else 0
-        return sum(rows.logical_nbytes() for rows in self._regions()) + centre
+        return self._regions.logical_nbytes()
 
     def key_slice(self, start: int, end: int) -> torch.Tensor:
         """Keys of slots start … end-1 at their positions: a decoded copy."""
@@ -195,58 +190,46 @@ class QuantizedLayer(ArenaLayer):
         """Values of slots start … end-1: a decoded copy."""
         return self._decoded("values", start, end)
 
-    def write_keys(self, *_: Any) -> None:
+    def write_keys(self, start: int, keys: torch.Tensor) -> None:
         """Refused: codes are made once."""
-        raise InvalidInput("single slots of a quantized layer cannot be changed: edit it through compaction.kv.slots")
+        self._refuse(start, int(keys.shape[2]))
 
-    def write_values(self, *_: Any) -> None:
+    def write_values(self, start: int, values: torch.Tensor) -> None:
         """Refused, as `write_keys`."""
-        self.write_keys()
+        self._refuse(start, int(values.shape[2]))
 
-    def move(self, *_: Any) -> None:
+    def move(self, src_start: int, dst_start: int, length: int) -> None:
         """Refused, as `write_keys`: the three regions have no row in common."""
-        self.write_keys()
+        self._refuse(min(src_start, dst_start), length)
 
-    def extend(self, *_: Any) -> None:
+    def extend(self, count: int) -> None:
         """Refused, as `write_keys`: there are no slots of undefined content."""
-        self.write_keys()
+        self._refuse(self.held, count)
 
     def truncate(self, length: int) -> None:
         """Keep the oldest `length` slots."""
         self._check(0, length)
-        first = self._first.held
-        coded = first + self._body.held
-        self._first.truncate(length)
-        self._body.truncate(max(0, length - first))
-        self._recent.truncate(max(0, length - coded))
-        self._where.truncate(length)
+        self._regions.truncate(length)
 
     def reserve(self, slots: int) -> None:
         """Allocate for holding `slots`, so that nothing grows until then."""
-        slots = slots if self.capacity is None else min(slots, self.capacity)
-        self._where.reserve(slots)
-        self._first.reserve(min(slots, self.setting.sinks))
-        self._recent.reserve(min(slots, self.setting.window + BLOCK))
-        self._body.reserve(max(0, slots - self.setting.sinks - self.setting.window))
+        self._regions.reserve(slots if self.capacity is None else min(slots, self.capacity))
 
     def shrink(self, slots: int) -> None:
         """Give back what is allocated beyond `slots` and beyond what is held."""
-        rest = max(slots, self.held)
-        self._where.shrink(rest)
-        self._body.shrink(max(0, rest - self._first.held - self._recent.held))
-        self._recent.shrink(min(rest, self.setting.window + BLOCK) if slots else 0)
+        self._regions.shrink(slots)
 
     def dump(self) -> tuple[dict[str, torch.Tensor], Meta]:
         """Contiguous copies of exactly what is held, and what `load` must know besides."""
         tensors = self.cut(0, self.held)
         meta: Meta = {"kind": type(self).__name__, "held": self.held, "storage": repr(self.setting)}
         if self.held:
-            tensors["positions"] = _copy(self._where.views()["positions"])
-            if self._centre is not None:
-                tensors["centre"] = _copy(self._centre)
+            tensors["positions"] = own_copy(self._regions.where.views()["positions"])
+            if self._regions.centre is not None:
+                tensors["centre"] = own_copy(self._regions.centre)
             meta |= {"dtype": str(self.dtype).removeprefix("torch."), "shifted": int(self._shifted)}
-            meta |= {name: int(like.shape[3]) for name, like in self._likes()}
-        return tensors, meta | {region: rows.held for region, rows in self._named()}
+            meta |= {name: int(like.shape[3]) for name, like in self._like.items()}
+        return tensors, meta | {region: rows.held for region, rows in self._regions.named().items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, int | float | str]) -> None:
         """Hold what `dump` gave, bit by bit. Raises InvalidInput where it was stored by another setting."""
@@ -255,8 +238,8 @@ class QuantizedLayer(ArenaLayer):
                 f"a layer stored as {self.setting.name} cannot hold what a {meta.get('kind')} dumped "
                 f"({meta.get('storage', 'full precision')})"
             )
-        parts = {name: _part(tensors, name) for name, _ in self._named()}
-        if any(_length(part) != int(meta[name]) for name, part in parts.items()):
+        parts = {name: _part(tensors, name) for name in self._regions.named()}
+        if any(length(part) != int(meta[name]) for name, part in parts.items()):
             raise InvalidInput(f"{meta['held']} slots belong to this dump: some of their tensors are missing")
         self._grown(int(meta["held"]))
         self._drop(None)
@@ -268,25 +251,18 @@ class QuantizedLayer(ArenaLayer):
             batch, heads, 0, 1, dtype=getattr(torch, str(meta["dtype"])), device=tensors["positions"].device
         )
         self.lazy_initialization(*(empty.new_empty(batch, heads, 0, int(meta[name])) for name in _SIDES))
-        if "centre" in tensors:
-            self.centre = tensors["centre"]
-        self._where.append({"positions": tensors["positions"]})
-        for name, rows in self._named():
-            if parts[name]:
-                rows.append(parts[name])
+        self._regions.fill(parts, tensors["positions"], tensors.get("centre"))
         self._shifted = bool(meta["shifted"])
 
     # -- what editors of slots use
 
     def cut(self, start: int, end: int) -> dict[str, torch.Tensor]:
-        """Copies of slots [start, end) as they are stored, for `put` and `join`: tensors named by region."""
-        made: dict[str, torch.Tensor] = {}
-        for name, a, b in self.spans(start, end):
-            region = dict(self._named())[name]
-            made |= {f"{name}.{key}": _copy(view) for key, view in region.views(a, b).items()}
-        if any(name.startswith("body.") for name in made) and self._centre is not None:
-            made["centre"] = _copy(self._centre)
-        return made
+        """Copies of slots [start, end) as they are stored, for `rearrange`."""
+        return self._regions.cut(start, end)
+
+    def spans(self, start: int, end: int) -> Iterator[tuple[str, int, int]]:
+        """The part of each region ("first", "body", "recent") in slots [start, end), in the region's own slots."""
+        return self._regions.spans(start, end)
 
     @torch.no_grad()
     def rearrange(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
@@ -296,15 +272,16 @@ class QuantizedLayer(ArenaLayer):
         precision that were rotated to the positions given. Those are coded where they come to lie between codes.
         """
         arrangement = Arrangement(self, [piece for piece, _ in pieces], [at for _, at in pieces])
-        for name, rows in self._named():
+        regions = self._regions
+        for name, rows in regions.named().items():
             arrangement.apply(name, rows)
         positions = torch.cat([at.to(self.device, torch.int32) for _, at in pieces]) if pieces else None
-        self._where.truncate(0)
+        regions.where.truncate(0)
         if positions is not None and positions.numel():
-            self._where.append({"positions": positions[None, None, :, None]})
+            regions.where.append({"positions": positions[None, None, :, None]})
         self._shifted = any(
             not torch.equal(rows.views()["encoded"][:, 0, :, 0], self.positions[:, start : start + rows.held])
-            for start, rows in ((0, self._first), (self._first.held + self._body.held, self._recent))
+            for start, rows in ((0, regions.first), (regions.first.held + regions.body.held, regions.recent))
             if rows.held
         )
 
@@ -313,8 +290,8 @@ class QuantizedLayer(ArenaLayer):
         made: Region = {}
         for name in _SIDES:
             plain = self._unrotated(name, rows)
-            if name == "keys" and self._centre is not None:
-                plain = plain - self._centre
+            if name == "keys" and self.centre is not None:
+                plain = plain - self.centre
             for key, tensor in self._readers[name].codec.encode(plain).items():
                 made[f"{name}.{key}"] = tensor
         return made
@@ -332,43 +309,25 @@ class QuantizedLayer(ArenaLayer):
     @property
     def centre(self) -> torch.Tensor | None:
         """What is taken off keys before they are coded, `[batch, kv_heads, 1, head_dim]`; None before the first."""
-        return self._centre
+        return self._regions.centre
 
     @centre.setter
-    def centre(self, value: torch.Tensor) -> None:
-        old = self._centre.untyped_storage().nbytes() if self._centre is not None else 0
-        self._centre = _copy(value)
-        self.meter.swap(old, self._centre.untyped_storage().nbytes())
+    def centre(self, value: torch.Tensor | None) -> None:
+        self._regions.centre = value
 
     # -- inside
 
     def _drop(self, value: object) -> None:
         if value is not None:
             raise InvalidInput("a quantized layer's keys and values are not assigned")
-        centre = self._centre.untyped_storage().nbytes() if self._centre is not None else 0
-        self.meter.swap(centre, 0)
-        for rows in self._regions():
-            rows.clear()
-        self._centre, self._shifted = None, False
+        self._regions.clear()
+        self._shifted = False
 
-    def _named(self) -> list[tuple[str, Rows]]:
-        return [("first", self._first), ("body", self._body), ("recent", self._recent)]
-
-    def _regions(self) -> list[Rows]:
-        return [self._first, self._body, self._recent, self._where]
-
-    def _likes(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self._like.items()) if self.is_initialized else []
-
-    def spans(self, start: int, end: int) -> Iterator[tuple[str, int, int]]:
-        """The part of each region that lies in slots [start, end), in the region's own slots."""
-        self._check(start, end)
-        offset = 0
-        for name, rows in self._named():
-            a, b = max(start - offset, 0), min(end - offset, rows.held)
-            if a < b:
-                yield name, a, b
-            offset += rows.held
+    def _refuse(self, start: int, count: int) -> None:
+        raise InvalidInput(
+            f"slots {start} to {start + count} of a quantized layer cannot be set one by one: "
+            "edit it through compaction.kv.slots"
+        )
 
     def _check(self, start: int, end: int) -> None:
         if not 0 <= start <= end <= self.held:
@@ -395,33 +354,18 @@ class QuantizedLayer(ArenaLayer):
         given = given[:, -count:].to(torch.int32)
         return given[:1] if given.shape[0] == 1 or bool((given == given[:1]).all()) else given
 
-    def _widened(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions with as many rows as those held; where they need more, those held get them."""
-        rows, batch = int(self.positions.shape[0]), int(self._like["keys"].shape[0])
-        if not self.held and positions.shape[0] != rows:
-            for region in (self._where, self._first, self._recent):
-                region.clear()
-            return positions
-        if positions.shape[0] > rows:
-            for region in (self._where, self._first, self._recent):
-                region.select(
-                    lambda t: t if t.shape[0] != 1 or t.dtype != torch.int32 else _own(t.expand(batch, -1, -1, -1))
-                )
-            rows = batch
-        return positions.expand(rows, -1)
-
     def _code(self, parts: list[Mapping[str, torch.Tensor]]) -> None:
         """Move rows in full precision into the body."""
-        parts = [part for part in parts if part and _length(part)]
-        if self._centre is None:
-            count = sum(map(_length, parts))
+        parts = [part for part in parts if length(part)]
+        if self.centre is None:
+            count = sum(map(length, parts))
             total = sum(
                 self._unrotated("keys", piece).sum(2, keepdim=True) for part in parts for piece in _pieces(part)
             )
             self.centre = torch.as_tensor(total / count).to(STATISTIC)
         for part in parts:
             for piece in _pieces(part):
-                self._body.append(self.code(piece))
+                self._regions.body.append(self.code(piece))
 
     def _unrotated(self, name: str, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """float32 rows of one side as they were before their rotation."""
@@ -444,22 +388,22 @@ class QuantizedLayer(ArenaLayer):
 
     def _read(self, outs: Mapping[str, torch.Tensor]) -> None:
         """Write all slots held to `outs`, `[batch, heads, ≥ held, dim]` for each side."""
-        positions, held = self.positions, self.held
-        first, coded = self._first.held, self._first.held + self._body.held
-        for start, end, rows in ((0, first, self._first), (coded, held, self._recent)):
+        regions, positions, held = self._regions, self.positions, self.held
+        first, coded = regions.first.held, regions.first.held + regions.body.held
+        for start, end, rows in ((0, first, regions.first), (coded, held, regions.recent)):
             if start < end:
                 views = rows.views()
                 for name, out in outs.items():
                     self._read_full(name, views, positions[:, start:end], out[:, :, start:end])
         if coded == first:
             return
-        body, sides = self._body.views(), []
+        body, sides = regions.body.views(), []
         for name, out in outs.items():
             reader, tables = self._readers[name], None
             if reader.rotation is not None:
                 cos, sin = self.shared.angles.tables(reader.rotation, positions)
                 tables = cos[:, :, first:coded], sin[:, :, first:coded]
-            centre = self._centre if name == "keys" else None
+            centre = self.centre if name == "keys" else None
             sides.append((reader, Reading(_side(body, name), centre, tables, out[:, :, first:coded])))
         read(sides)
 
@@ -484,14 +428,10 @@ class QuantizedLayer(ArenaLayer):
         return out[:, :, start:end]
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change what has a row for each conversation of the batch; positions that all share get rows of their own."""
+        """Change what has a row for each conversation of the batch."""
         if not self.is_initialized:
             return
-        batch = int(self._like["keys"].shape[0])
-        for region in self._regions():
-            region.select(lambda t: _own(change(t.expand(batch, -1, -1, -1))))
-        if self._centre is not None:
-            self.centre = change(self._centre)
+        self._regions.select(change, int(self._like["keys"].shape[0]))
         self._like = {name: change(like) for name, like in self._like.items()}
 
 
@@ -500,12 +440,8 @@ def _like(states: torch.Tensor) -> torch.Tensor:
     return states.detach().new_empty(*states.shape[:2], 0, states.shape[3])
 
 
-def _length(rows: Mapping[str, torch.Tensor]) -> int:
-    return next((int(tensor.shape[2]) for tensor in rows.values()), 0)
-
-
 def _pieces(rows: Mapping[str, torch.Tensor]) -> Iterator[Region]:
-    for start in range(0, _length(rows), _PIECE):
+    for start in range(0, length(rows), _PIECE):
         yield {name: tensor[:, :, start : start + _PIECE] for name, tensor in rows.items()}
 
 
@@ -524,13 +460,3 @@ def _part(tensors: Mapping[str, torch.Tensor], region: str) -> Region:
 def _side(rows: Mapping[str, torch.Tensor], side: str) -> Region:
     """The tensors of one side of coded rows, by the codec's names."""
     return {name.partition(".")[2]: tensor for name, tensor in rows.items() if name.startswith(side + ".")}
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shows all of its storage."""
-    return _copy(tensor) if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size() else tensor
