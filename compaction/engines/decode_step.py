@@ -125,6 +125,7 @@ class DecodeStep:
         """Note what the step was read from, to see at each call that it still stands."""
         modules = list(self._model.modules())
         self._hooks = [found for module in modules for found in hooks(module)]
+        self._own = [vars(module) for module in modules]
         self._parts = [
             (owner, name, part)
             for module in modules
@@ -137,6 +138,7 @@ class DecodeStep:
     def _unchanged(self) -> bool:
         return (
             not any(self._hooks)
+            and not any("forward" in own for own in self._own)
             and all(owner.get(name) is part for owner, name, part in self._parts)
             and self._config._attn_implementation == self._attention
             and not self._model.training

@@ -16,6 +16,7 @@ from compaction.engines.decode_step import DecodeStep
 from compaction.engines.forward import Forward
 from compaction.engines.live_cache import LiveCache
 from compaction.errors import EngineError, InvalidInput
+from compaction.kv.arena import ArenaLayer
 from compaction.kv.attention import AttentionSwitch
 from compaction.kv.cache import ArenaCache
 from compaction.kv.probe import probe
@@ -231,7 +232,7 @@ def test_a_changed_model_is_refused_at_load(change: str) -> None:
     assert CHANGES[change][1] in DecodeStep(model).refusal
 
 
-@pytest.mark.parametrize("change", ["hook", "adapter", "training", "attention"])
+@pytest.mark.parametrize("change", ["hook", "adapter", "forward", "int8", "training", "attention"])
 def test_a_model_that_changes_later_runs_itself(change: str) -> None:
     """The step sees it at the next token, and does nothing."""
     model = own()
@@ -266,17 +267,23 @@ def test_weights_that_change_in_place_are_seen() -> None:
     assert torch.equal(feed(step, ours, 7, 12), forward(theirs, [7], 12))
 
 
+class Coded(ArenaLayer):
+    """A layer that keeps its slots in a way of its own, as quantized and per-head layers do."""
+
+
 def test_other_caches_are_left_to_the_model() -> None:
-    """transformers' own layers, an empty cache, a batch, layers of different length."""
+    """transformers' own layers, an empty cache, a batch, layers of different length, or of a kind built on arenas."""
     model = tiny_model("llama")
     step = DecodeStep(model)
     dynamic = DynamicCache(config=model.config)
     Forward(model)(dynamic, PROMPT, 0)
-    batch, uneven = caches(model)
+    batch, uneven, coded = caches(model, 3)
     batch.batch_repeat_interleave(2)
+    layer, coded.layers[3] = coded.layers[3], Coded(capacity=64)
+    coded.layers[3].update(layer.keys, layer.values)
     uneven.layers[1].truncate(5)
 
-    for cache in (dynamic, ArenaCache(model.config, capacity=8), batch, uneven):
+    for cache in (dynamic, ArenaCache(model.config, capacity=8), batch, uneven, coded):
         assert step(cache, 7, 12) is None
     assert [layer.held for layer in uneven.layers] == [12, 5, 12, 12]
 
