@@ -93,6 +93,18 @@ SECTIONS = (
         },
     ),
     Section(
+        "quantized",
+        "Quantized keys and values",
+        {
+            "quantized_k8v4_no_window_kl": Target("ratio", "<=", 0.001),
+            "quantized_k8v4_bits": Target("ratio", "<=", 7.1),
+            "quantized_4_bits_vs_best_axes": Target("ratio", "<=", 0.3),
+            "quantized_2_bits_vs_best_axes": Target("ratio", "<=", 0.2),
+            "quantized_step_8000_vs_quanto": Target("ratio", "<=", 0.4),
+            "quantized_step_8000_vs_full": Target("ratio", "<=", 0.5),
+        },
+    ),
+    Section(
         "pool",
         "Twenty conversations under a pool for five",
         {
