@@ -12,11 +12,12 @@ from compaction import Budget, Session, SessionManager
 from compaction.engines import TransformersEngine
 from compaction.plan import Drop
 from compaction.plan import Quantize as ToStorage
-from compaction.policies import Quantize, ScoredEviction
+from compaction.policies import Quantize, ScoredEviction, Truncate
 from compaction.prepared import Reply
 from compaction.replay import replay
-from compaction.store import AuditLog
+from compaction.store import AuditLog, MemoryLog
 from compaction.testing import check_conservation
+from tests.fixtures_models import tiny_engine
 
 PLAIN_TOKENS = 420
 REPLY = 6
@@ -88,3 +89,33 @@ def test_bytes_first_words_later_and_resumed_as_it_stood(
     result = replay(log, ["c"])
     assert result.count("identical") == len(result.verdicts) == 2, result.to_json()
     log.close()
+
+
+def test_splicing_goes_on_in_a_quantized_cache() -> None:
+    """What is dropped later is evicted from the codes, only what is new is prefilled, and all of it replays."""
+    engine, log = tiny_engine("llama", window=4000), MemoryLog()
+    most = 1000 * engine.kv_bytes_per_token
+    policy, budget = Quantize("k8v4:window=16", Truncate()), Budget(kv_bytes=most)
+    session = SessionManager(engine=engine, policy=policy, budget=budget, log=log, apply="splice").session("c")
+    done: list[Reply] = []
+    for number in range(60):
+        session.append({"role": "user", "content": f"message {number} says the quick brown fox {number**2}, thank you"})
+        reply = session.generate(max_new_tokens=2)
+        assert (reply.usage.kv_bytes or 0) <= most
+        done += [reply] if reply.decision else []
+        if len(done) == 3:
+            break
+
+    applied = [dict(reply.usage.applied or {}) for reply in done]
+    assert [[type(a) for a in reply.decision.plan.actions] for reply in done if reply.decision] == [
+        [ToStorage],
+        [Drop],
+        [Drop],
+    ]
+    assert "quantize" in applied[0] and [item["how"] for item in applied[1:]] == ["splice", "splice"]
+    assert all(
+        reply.usage.prefilled < 60 and item["evicted"] > 100 for reply, item in zip(done[1:], applied[1:], strict=True)
+    )
+    assert session.divergence().kl < 0.2
+    result = replay(log, ["c"])
+    assert result.count("identical") == len(result.verdicts) == 3 and log.verify().ok
