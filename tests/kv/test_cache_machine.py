@@ -79,10 +79,12 @@ def masked_attention(model: Any, tokens: list[Fed]) -> tuple[torch.Tensor, float
     n, config = len(tokens), model.config
     inverse = 1.0 / 10_000 ** (torch.arange(0, config.head_dim, 2).double() / config.head_dim)
     at = torch.tensor([token.position for token in tokens])
-    mask, where = torch.full((n, n), -math.inf), torch.zeros(n, n, dtype=torch.long)
+    hidden, places = [[-math.inf] * n for _ in tokens], [[0] * n for _ in tokens]
     for i, token in enumerate(tokens):
         for j, position in token.seen:
-            mask[i, j], where[i, j] = 0, position
+            hidden[i][j], places[i][j] = 0.0, position
+    mask, where = torch.tensor(hidden), torch.tensor(places)
+    number = torch.tensor([token.number for token in tokens])
     x, worst = model.model.embed_tokens(torch.tensor([token.id for token in tokens])), 0.0
     groups = config.num_attention_heads // config.num_key_value_heads
     for index, layer in enumerate(model.model.layers):
@@ -94,7 +96,7 @@ def masked_attention(model: Any, tokens: list[Fed]) -> tuple[torch.Tensor, float
                 coded = token.coded[index]
                 plain = turn(coded.keys, torch.tensor(-coded.position), inverse)
                 worst = max(worst, error(plain, k[j]) * 4, error(coded.values, v[j]))
-                later = torch.tensor([token.number >= coded.since for token in tokens])
+                later = number >= coded.since
                 keys[later, j], values[later, j] = plain, coded.values
         keys = turn(keys, where, inverse).repeat_interleave(groups, dim=2)
         scores = torch.einsum("ihd,ijhd->hij", turn(q, at, inverse), keys) / math.sqrt(config.head_dim)
