@@ -17,6 +17,9 @@ __all__ = ["AsideCache", "AsideLayer"]
 class AsideLayer(DynamicLayer):
     """A full-attention layer. The first update shows it the prefix; `keys` and `values` are those of later ones."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self._prefix: tuple[torch.Tensor, torch.Tensor] | None = None
