@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from compaction import Budget, SessionManager
 from compaction.engines import TransformersEngine
 from compaction.engines.scoring import KINDS, REPEAT
 from compaction.errors import CannotScore, EngineError
-from compaction.policies.scored_eviction import SCORES
+from compaction.policies.scored_eviction import SCORES, ScoredEviction
+from compaction.replay import replay
+from compaction.store import MemoryLog
 from tests.fixtures_models import shared_tiny_engine
 
 Messages = list[dict[str, Any]]
@@ -133,3 +136,25 @@ def test_layers_that_cannot_be_cut_are_not_scored_by_halves(family: str, talk: M
             engine.scores("c", "kvzip", talk, None, limit=1024)
     finally:
         engine.close()
+
+
+def test_a_fact_among_phrases_stays(smollm2: TransformersEngine) -> None:
+    """On SmolLM2, what the conversation cannot do without outlives what is said again and again, old as it is."""
+    phrases = ["I see, that makes sense, thank you for telling me.", "Right, thanks a lot for telling me about this."]
+    fact = "The vault code is 7731-ZETA and the courier is called Marisol Okonkwo, gate 14."
+    log = MemoryLog()
+    policy, budget = ScoredEviction("kvzip"), Budget(tokens=420, low=0.25)
+    session = SessionManager(engine=smollm2, policy=policy, budget=budget, log=log).session("c")
+    for number in range(7):
+        said = fact if number == 1 else f"So, what about the weather today? {phrases[number % 2]}"
+        session.extend([{"role": "user", "content": said}, {"role": "assistant", "content": phrases[(number + 1) % 2]}])
+    session.append({"role": "user", "content": "Anything else?"})
+    first = session.generate(max_new_tokens=2)
+    session.append({"role": "user", "content": f"And tomorrow? {phrases[0]} {phrases[1]} {phrases[0]}"})
+
+    decision = session.generate(max_new_tokens=2).decision
+
+    assert first.decision is None and decision is not None and decision.rung == 1 and len(decision.spans) > 5
+    shown = [entry.render(session.state.history)["content"] for entry in session.entries]
+    assert fact in shown and len(shown) < 11
+    assert replay(log, ["c"]).count("identical") == 1
