@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from compaction.kv.quantization.packing import fields, pack, packed_width, unpac
 from compaction.kv.quantization.settings import CodecName, Setting, Side, by_layer
 
 BITS = range(1, 9)
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "quantization.md"
 # Relative squared error of the Lloyd-Max quantizer of N(0, 1), from the literature.
 LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.03455, 4: 0.00950, 5: 0.00250}
 
@@ -198,3 +201,14 @@ def test_layers_can_differ() -> None:
     for wrong in (["k8v4"], {3: "k8v4"}, {"last": None}):
         with pytest.raises(InvalidInput, match="layer"):
             by_layer(wrong, 3)  # type: ignore[arg-type]
+
+
+def test_the_page_says_the_bits_that_names_have() -> None:
+    """docs/quantization.md: each name of its table parses, and takes what stands beside it."""
+    rows = [line.strip("| \n").split("|") for line in DOCS.read_text(encoding="utf-8").splitlines() if "| `" in line]
+    stated = {row[0].split("`")[1]: row[-1].strip() for row in rows if len(row) == 4 and row[0].count("`") >= 2}
+
+    assert {"k8v4", "tq4", "tqk5v3"} <= set(stated)
+    for name, bits in stated.items():
+        setting = Setting.parse(name)
+        assert bits.startswith("bits") or setting.bits_per_element(64, 64) == float(bits)

@@ -450,3 +450,20 @@ def test_generate_runs_on_quantized_layers() -> None:
     made = model.generate(ids, cache=cache, max_new_tokens=20, do_sample=False)
 
     assert made.shape[1] > 200 and cache.get_seq_length() == made.shape[1] - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["k8v4:sinks=4,window=8", "tqk5v3:sinks=2,window=16"])
+def test_compiled_reading_shows_what_plain_reading_shows(name: str) -> None:
+    """To rounding, at any length, after growth and evictions. Compiling takes some ten seconds."""
+    plain, compiled = filled(name, 200, step=32), filled(name, 200, step=32, compiled=True)
+    splicers = [Splicer(SimpleNamespace(layers=[layer]), RotaryPlan((ROPE,))) for layer in (plain, compiled)]
+    for splicer in splicers:
+        splicer.append(range(200))
+    for count in (1, 1, 300, 70):
+        positions, _ = (splicer.append(range(count)) for splicer in splicers)
+        shown = [feed(layer, states(count, seed=count), positions) for layer in (plain, compiled)]
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*shown, strict=True))
+        for splicer in splicers:
+            splicer.evict([(20, 40)], "compact")
+    assert torch.allclose(plain.key_slice(0, plain.held), compiled.key_slice(0, compiled.held), atol=1e-4)
