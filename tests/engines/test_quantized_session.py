@@ -19,7 +19,7 @@ from compaction.store import AuditLog, MemoryLog
 from compaction.testing import check_conservation
 from tests.fixtures_models import tiny_engine
 
-PLAIN_TOKENS = 420
+PLAIN_TOKENS = 320
 REPLY = 6
 
 
@@ -33,7 +33,9 @@ def paragraphs() -> list[str]:
 def manager(engine: TransformersEngine, log: AuditLog) -> SessionManager:
     """A budget of so many tokens in SmolLM2's own number format."""
     budget = Budget(kv_bytes=PLAIN_TOKENS * engine.kv_bytes_per_token)
-    return SessionManager(engine=engine, policy=Quantize(then=ScoredEviction("keydiff")), budget=budget, log=log)
+    return SessionManager(
+        engine=engine, policy=Quantize("k8v4:window=0", ScoredEviction("keydiff")), budget=budget, log=log
+    )
 
 
 def turns(session: Session, texts: Iterator[str]) -> Iterator[Reply]:
@@ -71,7 +73,7 @@ def test_bytes_first_words_later_and_resumed_as_it_stood(
 
     assert quantized is not None and spans and quantized.usage.applied is not None
     done = quantized.usage.applied["quantize"]
-    assert done["storage"] == "k8v4" and done["bytes_after"] < 0.75 * done["bytes_before"]
+    assert done["storage"] == "k8v4:window=0" and done["bytes_after"] < 0.75 * done["bytes_before"]
     assert 0 < done["key_error"] < 0.02 and 0.02 < done["value_error"] < 0.12
     assert quantized.usage.prefilled < 150 < quantized.usage.reused, "nothing was prefilled again for it"
     assert before > PLAIN_TOKENS, "more tokens than the plain cache could hold"
@@ -83,7 +85,7 @@ def test_bytes_first_words_later_and_resumed_as_it_stood(
     reply = again.generate(max_new_tokens=REPLY)
 
     assert again.state.storage == session.state.storage and again.state.storage is not None
-    assert again.state.storage.name == "k8v4" == smollm2._conversations["c"].live.storage
+    assert again.state.storage.name == "k8v4:window=0" == smollm2._conversations["c"].live.storage
     assert reply.usage.reused == 0 and (reply.usage.kv_bytes or 0) <= most
     assert log.verify().ok
     result = replay(log, ["c"])
