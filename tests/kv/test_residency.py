@@ -174,7 +174,7 @@ def test_an_attribute_that_is_not_understood_is_refused_by_name() -> None:
     from transformers.cache_utils import DynamicLayer
 
     layer = DynamicLayer()
-    layer.helper = object()
+    setattr(layer, "helper", object())  # noqa: B010
 
     with pytest.raises(CacheRefused, match=r"2\.helper is a object"):
         dump_layer(2, layer)

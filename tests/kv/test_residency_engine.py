@@ -216,7 +216,7 @@ def test_a_turn_that_cannot_fit_is_refused_before_anything_happens() -> None:
     assert caught.value.needed > caught.value.budget > caught.value.busy == 0
     assert pool.usage().parks == 0 and pool.where("2") == "text"
     assert all(torch.equal(a, b) for n in (0, 1) for a, b in zip(before[n], tensors(engine, n), strict=True))
-    assert answer(engine, 2, 1)
+    assert answer(engine, 2, 1)[1]
     engine.close()
 
 
@@ -236,7 +236,7 @@ def test_a_running_reply_is_not_parked() -> None:
     list(pieces)
 
     assert running.result is not None and (running.result.text, running.result.ids) == expected
-    assert answer(engine, 1, 2) and pool.where("0") == "host"
+    assert answer(engine, 1, 2)[1] and pool.where("0") == "host"
     engine.close()
 
 
@@ -245,14 +245,14 @@ def test_a_reply_that_is_given_up_makes_room() -> None:
     engine = pooled()
     pool = engine.use_pool(Pool(need(3), host="1GiB"))
     engine.generate("0", text(0, 2), None, max_new_tokens=6).close()
-    assert answer(engine, 1, 2)
+    assert answer(engine, 1, 2)[1]
     engine.generate("0", text(0, 2), None, max_new_tokens=6)
     engine.release("0")
-    assert answer(engine, 1, 2)
+    assert answer(engine, 1, 2)[1]
     engine.generate("0", text(0, 2), None, max_new_tokens=6)
     engine.forget_reply("0")
 
-    assert answer(engine, 1, 2) and pool.where("0") == "host"
+    assert answer(engine, 1, 2)[1] and pool.where("0") == "host"
     engine.close()
 
 
@@ -271,7 +271,7 @@ def test_a_broken_pass_makes_room() -> None:
     finally:
         engine._forward.model.forward = works
 
-    assert answer(engine, 1, 2) and pool.usage().device.conversations == 1
+    assert answer(engine, 1, 2)[1] and pool.usage().device.conversations == 1
     engine.close()
 
 
