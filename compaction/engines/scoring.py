@@ -15,6 +15,7 @@ from compaction.engines.forward import Forward
 from compaction.engines.live_cache import LiveCache, common_prefix
 from compaction.engines.segments import Segment
 from compaction.errors import CannotScore, EngineError
+from compaction.kv.quantization.layer import QuantizedLayer
 from compaction.kv.rope import RotaryPlan
 from compaction.kv.scoring import (
     Scores,
@@ -24,6 +25,7 @@ from compaction.kv.scoring import (
     repeat_scores,
     span_scores,
 )
+from compaction.kv.scoring.keys import unlike
 from compaction.tokens.template import ChatTemplate
 
 __all__ = ["KINDS", "REPEAT", "Scoring"]
@@ -92,7 +94,7 @@ class Scoring:
             model = self._forward.model
             seen = query_statistics(model, live.cache, live.ids, plan, position=position, sample=sample)
             return expected_attention(live.cache, seen, position=position)
-        return keydiff(live.cache, len(live))
+        return _decoded(live) if live.storage else keydiff(live.cache, len(live))
 
     def _asking(self) -> list[int]:
         """Ids of a user's turn that asks for the repetition, and of the beginning of an answer."""
@@ -102,6 +104,14 @@ class Scoring:
         if asked[: len(before)] == before:
             return asked[len(before) :]
         return self._template.text_ids(f"\n\n{REPEAT}\n\n")
+
+
+def _decoded(live: LiveCache) -> Scores:
+    """KeyDiff of a quantized cache: reading decoded keys changes no code, where feeding tokens would."""
+    layers = [layer if isinstance(layer, QuantizedLayer) and layer.held == len(live) else None for layer in live.layers]
+    if all(layer is None for layer in layers):
+        raise CannotScore("no layer of this cache has a slot for every token")
+    return [None if layer is None else unlike(layer.key_slice(0, layer.held)[0].float()) for layer in layers]
 
 
 def _held(segments: Sequence[Segment], shared: int) -> list[tuple[int, int]]:

@@ -138,6 +138,23 @@ def test_layers_that_cannot_be_cut_are_not_scored_by_halves(family: str, talk: M
         engine.close()
 
 
+def test_of_a_quantized_cache_keys_are_read_and_nothing_is_fed(tiny: TransformersEngine, talk: Messages) -> None:
+    """KeyDiff is nearly what it was; what would have to feed tokens is refused, since codes are made once."""
+    long = [{"role": m["role"], "content": f"{m['content']} {n}"} for n in range(3) for m in talk]
+    run(tiny, long)
+    exact = [value or 0.0 for value in tiny.scores("c", "keydiff", long, None, limit=4000)]
+    tiny.quantize("c", "k8v4")
+    before = held(tiny)
+
+    found = [value or 0.0 for value in tiny.scores("c", "keydiff", long, None, limit=4000)]
+
+    assert found == pytest.approx(exact, rel=5e-3) and found != exact
+    assert all(torch.equal(a, b) for a, b in zip(before, held(tiny), strict=True))
+    for kind in ("expected", "kvzip"):
+        with pytest.raises(CannotScore):
+            tiny.scores("c", kind, long, None, limit=4000)
+
+
 def test_a_fact_among_phrases_stays(smollm2: TransformersEngine) -> None:
     """On SmolLM2, what the conversation cannot do without outlives what is said again and again, old as it is."""
     phrases = ["I see, that makes sense, thank you for telling me.", "Right, thanks a lot for telling me about this."]

@@ -13,7 +13,7 @@ import torch
 
 from compaction.kv.scoring.observe import slot_layers
 
-__all__ = ["Scores", "keydiff", "knorm", "random_scores", "streaming"]
+__all__ = ["Scores", "keydiff", "knorm", "random_scores", "streaming", "unlike"]
 
 Scores: TypeAlias = list[torch.Tensor | None]
 
@@ -24,11 +24,13 @@ def keydiff(cache: Any, slots: int) -> Scores:
     Source: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction", arXiv 2504.15364.
     """
 
-    def score(keys: torch.Tensor) -> torch.Tensor:
-        directions = torch.nn.functional.normalize(keys, dim=-1)
-        return -torch.nn.functional.cosine_similarity(keys, directions.mean(1, keepdim=True), dim=-1)
+    return _each(cache, slots, unlike)
 
-    return _each(cache, slots, score)
+
+def unlike(keys: torch.Tensor) -> torch.Tensor:
+    """KeyDiff of one layer's keys, float32 `[kv_heads, slots, head_dim]`: `[kv_heads, slots]`."""
+    directions = torch.nn.functional.normalize(keys, dim=-1)
+    return -torch.nn.functional.cosine_similarity(keys, directions.mean(1, keepdim=True), dim=-1)
 
 
 def knorm(cache: Any, slots: int) -> Scores:
