@@ -85,8 +85,7 @@ def pack_block(block: Block) -> Parcel:
 def unpack_block(parcel: Parcel) -> Block:
     """The block as it was, its tensors in host memory: `Splicer.restore` copies them to where the cache is."""
     tensors = [
-        {name: parcel.tensors[f"{index}.{name}"] for name in names}
-        for index, names in enumerate(parcel.meta["layers"])
+        {name: parcel.tensors[f"{index}.{name}"] for name in names} for index, names in enumerate(parcel.meta["layers"])
     ]
     return Block(_rows_from_json(parcel.meta["slots"]), tensors, int(parcel.meta["extent"]))
 
