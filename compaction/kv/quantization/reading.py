@@ -3,8 +3,8 @@
 Invariant: what is written to `out` is decode + centre, turned by the tables, rounded once; compiled or not, the results
 differ by rounding only. Nothing but `out` is changed.
 
-Compiled (`torch.compile`, on the CPU with the system's C++ compiler) all of it is one pass over the codes, about 4 times
-as fast; the first call of each kind takes some seconds. Not compiled it goes in pieces that stay in the CPU's cache.
+Compiled (`torch.compile`, on the CPU with the system's C++ compiler) all of it is one pass over the codes, about four
+times as fast; the first call of each kind takes some seconds. Not compiled it goes in pieces that stay in cache.
 """
 
 from __future__ import annotations
