@@ -64,10 +64,12 @@ def _section(section: Section, report: Report, folder: Path) -> Iterator[str]:
 
 
 def _row(name: str, figure: Mapping[str, Any], target: Target | None) -> str:
-    key = target.key if target else "ratio"
+    key = target.key if target else next((known for known in ("ratio", "kl") if known in figure), "ratio")
     if key not in figure:
         return f"| `{name}` | {figure.get('skipped', '')} | | | |"
     spread = figure.get("spread") if key == "ratio" else figure.get(f"{key}_spread")
+    if "kl" in figure:
+        spread = [figure["kl"] - figure["error"], figure["kl"] + figure["error"]]
     shown = f"{_number(spread[0])} to {_number(spread[1])}" if spread else ""
     goal = f"{target.direction} {target.value:,g}" if target else ""
     verdict = ("met" if target.met(figure) else "**missed**") if target else ""

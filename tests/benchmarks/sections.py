@@ -105,6 +105,11 @@ SECTIONS = (
         },
     ),
     Section(
+        "eviction",
+        "Eviction by score",
+        {f"eviction_{evicted}_from_keydiff": Target("standard_errors", "<=", -2) for evicted in (50, 75)},
+    ),
+    Section(
         "pool",
         "Twenty conversations under a pool for five",
         {
