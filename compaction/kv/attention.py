@@ -14,7 +14,9 @@ Knows nothing about caches: keys and values may lie anywhere.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ __all__ = ["NAME", "AttentionSwitch", "GroupedDecode", "grouped_attention", "sup
 
 NAME = "compaction_grouped"
 
+_NAMED = re.compile(r"""_attn_implementation\w*\s*(==|!=|in\b|not in\b)[^\n]*["']sdpa["']""")
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float64, torch.float16})
 # Arguments of SDPA's function that change nothing for one query position. A parameter that a later transformers adds
 # is not among them, so a call that uses it goes to SDPA.
@@ -83,7 +86,22 @@ def supports(model: Any) -> bool:
         own = getattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         if own is not ALL_ATTENTION_FUNCTIONS and "sdpa" in own._local_mapping:
             return False
+        if _asks_for_sdpa(name):
+            return False
     return True
+
+
+@cache
+def _asks_for_sdpa(module: str) -> bool:
+    """Whether a modeling file does something else where the attention's name is not "sdpa".
+
+    Sparse models (DeepSeek V3.2, GLM MoE DSA, …) mask what their indexer did not choose only under that name.
+    """
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return False
+    return bool(_NAMED.search(source))
 
 
 class AttentionSwitch:

@@ -15,6 +15,7 @@ from compaction.engines.forward import Forward
 from compaction.kv.attention import NAME, GroupedDecode, grouped_attention, supports
 from compaction.kv.cache import ArenaCache
 from tests.fixtures_models import FAMILIES, shared_smollm2_engine, tiny_model
+from tests.kv.architectures import ARCHITECTURES, model_of
 
 SHAPES = [  # batch, heads, kv_heads, slots, head_dim, value_dim
     (1, 9, 3, 65, 16, 16),
@@ -125,6 +126,29 @@ def test_models_decode_the_same_logits(family: str) -> None:
         at += count
 
     assert supports(model) and worst < 1e-5
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_decodes_the_same_logits(name: str) -> None:
+    """Whatever a modeling file does beside attention, arenas change nothing: sparse indexers, windows, states, …"""
+    model = model_of(name, "float32")
+    forward = Forward(model)
+    theirs, ours = DynamicCache(config=model.config), ArenaCache(model.config, capacity=64)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(3, vocabulary, (48,), generator=torch.Generator().manual_seed(2)).tolist()
+    at, worst, size = 0, 0.0, 1.0
+    for count in [40, *[1] * 8]:
+        want = forward(theirs, ids[at : at + count], at)
+        worst = max(worst, float((want - forward(ours, ids[at : at + count], at)).abs().max()))
+        at, size = at + count, max(size, float(want.abs().max()))
+
+    assert worst < 1e-5 * size
+
+
+@pytest.mark.parametrize("name", ["deepseek v3.2, MLA indexed", "glm moe, MLA indexed"])
+def test_a_model_that_asks_for_sdpa_by_name_keeps_it(name: str) -> None:
+    """Under another name these would not mask what their indexer left out."""
+    assert not supports(model_of(name, "float32"))
 
 
 def test_the_model_is_as_it_was_afterwards() -> None:
