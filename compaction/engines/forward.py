@@ -27,10 +27,17 @@ class Forward:
         model: a causal language model of transformers.
         step: tried first for a single token; None from it means that the model must run
             (`compaction.engines.decode_step.DecodeStep`).
+        compiled: whether quantized layers are read by compiled code.
     """
 
-    def __init__(self, model: Any, step: Callable[[Any, int, int], torch.Tensor | None] | None = None) -> None:
-        self.model, self.step = model, step
+    def __init__(
+        self,
+        model: Any,
+        step: Callable[[Any, int, int], torch.Tensor | None] | None = None,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        self.model, self.step, self.compiled = model, step, compiled
         names = set(inspect.signature(model.forward).parameters)
         self._cache = "cache" if "cache" in names else "past_key_values"
         self._positions = "position_ids" in names

@@ -202,7 +202,7 @@ class LiveCache:
     def _new_cache(self) -> Any:
         cache = self._forward.new_cache(self._capacity)
         if self._setting is not None and self._rotary is not None and isinstance(cache, ArenaCache):
-            cache.quantize(self._setting, self._rotary)
+            cache.quantize(self._setting, self._rotary, compiled=self._forward.compiled)
         return cache
 
     def _announce(self, count: int) -> None:

@@ -112,7 +112,7 @@ class Storing:
         try:
             for index, full in _full(cache.layers):
                 exact = [part(0, full.held).clone() for part in (full.key_slice, full.value_slice)]
-                cache.quantize({index: setting}, plan, live.slot_map.position)
+                cache.quantize({index: setting}, plan, live.slot_map.position, compiled=self._forward.compiled)
                 for side, found in zip(sides, _squares(cache.layers[index], exact), strict=True):
                     side[:] = [a + b for a, b in zip(side, found, strict=True)]
         except BaseException as exc:

@@ -85,7 +85,8 @@ class TransformersEngine:
         sampling: how tokens are drawn; None: greedy, which is deterministic.
         prefill_chunk: tokens of a prompt per forward pass.
         decode: "model", or "compiled": replies are decoded by an own step where the model is one that it understands
-            (docs/decoding.md). Compiling takes some ten seconds, here; `step` then tells what is used.
+            (docs/decoding.md), quantized caches are read by compiled code. Compiling takes some ten seconds, here and
+            at the first read; `step` then tells what is used.
         drift_budget: how often a splice may move a token's keys before they are computed afresh.
         clock: seconds, for the measured times.
 
@@ -119,7 +120,8 @@ class TransformersEngine:
         self.user_first: bool = self.template.profile.user_first
         self._sampling, self._chunk, self._clock = sampling, prefill_chunk, clock
         self.step: DecodeStep | None = step_for(self.model, decode)
-        self._forward = Forward(self.model, self.step)
+        compiled = self.step is not None and self.step.kind == "compiled"
+        self._forward = Forward(self.model, self.step, compiled=compiled)
         self._conversations: dict[str, _Conversation] = {}
         self._table_lock, self._model_lock = threading.Lock(), threading.Lock()
         self.pool: CachePool | None = None

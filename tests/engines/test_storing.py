@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -211,3 +212,19 @@ def test_a_quantized_cache_is_parked_and_comes_back_quantized() -> None:
         engine.close()
 
     assert said[0] == said[1] and said[0][1] > 500
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiling_engine_reads_codes_by_compiled_code(tiny: TransformersEngine) -> None:
+    """Whether the cache was converted or began so: the same replies, from layers that are read compiled."""
+    compiling = tiny_engine(decode="compiled")
+    for begins_so in (False, True):
+        replies = []
+        for engine in (tiny, compiling):
+            if not begins_so:
+                turn(engine, long(30))
+            engine.quantize("c", "k8v4:window=8")
+            replies.append(turn(engine, long(31), 8).text)
+            assert [layer.compiled for layer in layers(engine)] == [engine is compiling] * len(layers(engine))
+            engine.release("c")
+        assert replies[0] == replies[1]
