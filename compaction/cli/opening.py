@@ -95,6 +95,8 @@ def engine_of(model: str, device: str | None) -> TransformersEngine:
     from compaction.errors import EngineError
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make torch 10 x slower on a busy machine
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "64")  # kernels that torch keeps, one for each length of a pass: 1,024 if unsaid
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else an unreachable hub writes six lines before our one
     shown = errors()
     with shown.status(f"loading {model} …") if shown.is_terminal else _Quiet():
