@@ -46,9 +46,11 @@ class PooledCache(LiveCache):
         super().__init__(forward, capacity)
 
     def start_turn(self, tokens: int) -> None:
-        """As in any live cache. Raises PoolFull, with nothing changed, where more would be needed than was promised."""
-        self._pool.allow(self, tokens)
-        super().start_turn(tokens)
+        """As in any live cache; arenas that are long enough stay where smaller ones would not fit beside them.
+
+        Raises PoolFull, with nothing changed, where more would be needed than was promised.
+        """
+        super().start_turn(self._pool.allow(self, tokens))
 
     def insert(self, plan: RotaryPlan, encoder: Encoder, ids: Sequence[int], at: int) -> Spliced:
         """As in any live cache; also refused where the pool has no room for what is encoded beside it."""
@@ -157,30 +159,38 @@ class CachePool:
             try:
                 parcel = self._parcel(conversation, resident)
                 with lock:
-                    tokens = max(tokens, len(live) if parcel is None else packed_tokens(parcel))
-                    need, resident.reply = self._need(live, parcel, tokens, reply) + more, reply
-                self._make_room(resident, need)
+                    there = len(live) if parcel is None else packed_tokens(parcel)
+                    most = max(tokens, there)
+                    needs = [self._need(live, parcel, most, goal, reply) + more for goal in (most, tokens or most)]
+                    resident.reply = reply
+                self._make_room(resident, needs[0], max(needs))
                 if parcel is not None:
                     with lock:
-                        self._restore(conversation, resident, parcel, tokens)
+                        self._restore(conversation, resident, parcel, most)
             except BaseException:
                 self.leave(live)
                 raise
             lost, resident.lost = resident.lost, ""
             return lost
 
-    def allow(self, live: PooledCache, tokens: int) -> None:
+    def allow(self, live: PooledCache, tokens: int) -> int:
         """See to it that a turn under way may come to `tokens`; nobody is parked for it.
 
-        Raises PoolFull where that is more than was promised and not free, EngineError where no turn is under way.
+        Returns how many tokens to have arenas for: more, as many as now, where there is no room for moving to smaller
+        ones. Raises PoolFull where that is more than was promised and not free, EngineError where no turn is under way.
         """
         with self._ledger:
             place = live.place
             if place is None or self._residents.get(place.name) is not place:
                 raise EngineError("the conversation was released while its turn began: ask again")
-            need = self._peak_of(live, live.slots(), tokens, place.reply)
-            if need > place.promised and not self.lend(live, need - place.promised):
-                raise PoolFull(need, self.budget.device_bytes, self._promised() - place.promised)
+            slots = live.slots()
+            need = self._peak_of(live, slots, tokens, place.reply)
+            if need <= place.promised or self.lend(live, need - place.promised):
+                return tokens
+            stay = max(slots, default=0)
+            if tokens <= min(slots, default=0) and self._peak_of(live, slots, stay, place.reply) <= place.promised:
+                return stay
+            raise PoolFull(need, self.budget.device_bytes, self._promised() - place.promised)
 
     def beside(self, at: int, count: int) -> int:
         """Bytes beside a cache while `count` tokens are encoded behind its first `at`: they, twice, and one layer."""
@@ -330,11 +340,10 @@ class CachePool:
             resident.parked, resident.lost = "", exc.code
             return None
 
-    def _need(self, live: PooledCache, parcel: Parcel | None, tokens: int, reply: int) -> int:
-        """Bytes this turn may come to on the device."""
-        if parcel is None:
-            return self._peak_of(live, live.slots(), tokens, reply)
-        return self._peak_of(live, self._sizes.restored(packed_slots(parcel), tokens), tokens, reply)
+    def _need(self, live: PooledCache, parcel: Parcel | None, most: int, tokens: int, reply: int) -> int:
+        """Bytes a turn of `tokens` may come to on the device; what is parked comes back into arenas for `most`."""
+        held = live.slots() if parcel is None else self._sizes.restored(packed_slots(parcel), most)
+        return self._peak_of(live, held, tokens, reply)
 
     def _peak_of(self, live: PooledCache, held: Sequence[int], tokens: int, reply: int) -> int:
         """Bytes allocated at once on the way there; of a quantized cache its price, and one tensor that grows."""
@@ -342,12 +351,14 @@ class CachePool:
             return self._sizes.peak(held, tokens, reply)
         return max(live.bytes, live.price.bytes(tokens)) + tokens * self.layer
 
-    def _make_room(self, resident: Resident, need: int) -> None:
-        """Park others, the least recently used first, until `need` fits, and promise it."""
+    def _make_room(self, resident: Resident, least: int, need: int) -> None:
+        """Park others, the least recently used first, until `need` fits, and promise it; where it cannot, `least`."""
         with self._ledger:
             others = [(name, other) for name, other in self._residents.items() if other is not resident]
             stay = {name for name, other in others if other.in_use or name in self._shelf.keep}
             busy = sum(other.promised for name, other in others if name in stay)
+            if busy + need > self.budget.device_bytes:
+                need = least
             if busy + need > self.budget.device_bytes:
                 raise PoolFull(need, self.budget.device_bytes, busy)
             may_go = [(name, other) for name, other in others if name not in stay and other.promised]

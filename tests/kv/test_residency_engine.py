@@ -220,6 +220,25 @@ def test_a_turn_that_cannot_fit_is_refused_before_anything_happens() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("conversations", [1, 2])
+def test_a_shorter_turn_fits_where_the_longer_one_did(conversations: int, allocations: Allocations) -> None:
+    """Moving to smaller arenas takes room for a moment: others are parked for it, else the arenas stay."""
+    wanted, longest = [], 0
+    for turn in (6, 2):
+        wanted.append(answer(plain(), 0, turn))
+        longest = longest or plain().kv_bytes("0")
+    plain().close()
+    allocations.peak = 0
+    engine = pooled()
+    pool = engine.use_pool(Pool(conversations * longest + longest // 20, host="1MiB"))
+    for other in range(1, conversations):
+        answer(engine, other, 6)
+
+    assert [answer(engine, 0, turn) for turn in (6, 2)] == wanted
+    assert pool.usage().parks == conversations - 1
+    assert allocations.peak <= pool.budget.device_bytes
+
+
 def test_a_running_reply_is_not_parked() -> None:
     """It goes on as if nobody else were there; a turn that does not fit beside it is refused and says why."""
     budget = need(2)
