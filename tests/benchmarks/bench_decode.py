@@ -30,7 +30,7 @@ from compaction.engines.decode_step import DecodeStep
 from compaction.engines.forward import Forward
 from compaction.engines.live_cache import LiveCache
 from compaction.kv.cache import ArenaCache
-from tests.benchmarks.sections import Picture
+from tests.benchmarks.sections import Picture, canvas
 from tests.fixtures_models import shared_smollm2_engine
 
 __all__ = ["bandwidth", "budget", "decode", "draw", "fill", "run"]
@@ -179,14 +179,11 @@ def run(threads: int | None = None) -> dict[str, Any]:
 
 def draw(figures: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
     """Milliseconds per token of each way over the tokens held, and the limit."""
-    from matplotlib.figure import Figure
-
     names = {"theirs": "dynamic_cache_{}"} | {
         way: name + "_{}_vs_dynamic_cache"
         for way, name in (("model", "decode"), ("plain", "plain_step"), ("compiled", "own_step"))
     }
-    picture = Figure(figsize=(7, 4), layout="constrained")
-    axes = picture.subplots()
+    picture, axes = canvas(7, 4)
     for way, name in names.items():
         held = [tokens for tokens in LENGTHS if name.format(tokens) in figures]
         axes.plot(

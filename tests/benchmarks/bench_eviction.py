@@ -43,7 +43,7 @@ from compaction.kv.scoring import (
 )
 from tests.benchmarks.documents import DATA, Document
 from tests.benchmarks.quality import Build, Harness, Measured, Reference, paired
-from tests.benchmarks.sections import Picture
+from tests.benchmarks.sections import Picture, canvas
 
 __all__ = ["EVICTED", "METHODS", "draw", "figures", "measure", "run"]
 
@@ -287,10 +287,7 @@ def run() -> Figures:
 
 def draw(found: Figures) -> list[Picture]:
     """KL of every method at both budgets, on a logarithmic scale, with the share of hidden keys that are found."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5))
-    axes = figure.subplots()
+    figure, axes = canvas(9, 5)
     for offset, evicted in ((-0.2, EVICTED[0]), (0.2, EVICTED[1])):
         shown = [found[f"evicted {evicted:.0%}: {name}"] for name in METHODS]
         rows = [index + offset for index in range(len(METHODS))]
@@ -301,7 +298,6 @@ def draw(found: Figures) -> list[Picture]:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("KL to the full cache, nats per token; beside it: hidden keys found")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return [Picture("eviction", "KL to the full cache of every way to evict, and hidden keys found", figure)]
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,10 @@ from compaction.manager import SessionManager
 from compaction.ports import Apply
 from compaction.session import Session
 from tests.benchmarks.documents import DATA
+from tests.benchmarks.sections import Picture, canvas
 from tests.fixtures_models import smollm2_engine
 
-__all__ = ["run"]
+__all__ = ["draw", "run"]
 
 TOKENS, BUDGET = 30_000, 1_024
 SOURCE = DATA / "memorybank_en.jsonl.gz"
@@ -242,6 +243,20 @@ def run(tokens: int = TOKENS, dtype: str = "bfloat16") -> dict[str, Any]:
         subprocess.run([sys.executable, "-m", "tests.benchmarks.bench_long", *asked], env=environment, check=True)
         figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return figures
+
+
+def draw(figures: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
+    """Bytes over the conversation: of both caches, and of the process."""
+    ratio = figures["long_perplexity_splice_vs_exact"]
+    picture, axes = canvas(8, 3.5)
+    for side in APPLIED:
+        held = ratio[side]["kv_bytes_by_thousand"]
+        axes.plot(range(1, len(held) + 1), [value / 2**20 for value in held], label=f"KV cache, {side}")
+    held = figures["long_rss_last_vs_second_thousand"]["rss_by_thousand"]
+    axes.plot(range(1, len(held) + 1), [value / 2**20 for value in held], color="0.5", label="process")
+    axes.set(xlabel="thousands of tokens", ylabel="MiB", yscale="log")
+    axes.legend(frameon=False)
+    return [Picture("long", "Memory over a conversation of 30,000 tokens in a budget of 1,024", picture)]
 
 
 def shown(tokens: int, dtype: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,9 +32,10 @@ import torch
 from compaction.kv import arena
 from compaction.kv.residency import Pool
 from tests.benchmarks.documents import DATA, documents
+from tests.benchmarks.sections import Picture, canvas
 from tests.fixtures_models import smollm2_engine
 
-__all__ = ["run"]
+__all__ = ["draw", "run"]
 
 CONVERSATIONS, ROOM, TOKENS = 20, 5, 2_000
 REPLY = 12
@@ -215,6 +216,23 @@ def run(conversations: int = CONVERSATIONS, tokens: int = TOKENS) -> dict[str, A
         return figures
     finally:
         shutil.rmtree(folder)
+
+
+def draw(figures: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
+    """Milliseconds to the first token, by where the cache was."""
+    host, disk = (figures[f"pool_{tier}_turn_vs_prefill"] for tier in ("host", "disk"))
+    bars = {
+        "on the device": host["resident_turn_ms"],
+        "parked on the host": host["turn_ms"],
+        "parked on disk": disk["turn_ms"],
+        "prefilled": host["prefill_ms"],
+    }
+    picture, axes = canvas(7, 2.2)
+    shown = axes.barh(list(bars), list(bars.values()))
+    axes.bar_label(shown, [f" {value:,.0f} ms" for value in bars.values()], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds to the first token of a turn behind 2,000 tokens")
+    return [Picture("pool", "A turn's first token, by where the conversation's cache was", picture)]
 
 
 def main() -> int:

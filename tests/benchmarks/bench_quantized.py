@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from compaction.kv.cache import ArenaCache
 from compaction.kv.probe import probe
 from compaction.kv.quantization.settings import Setting
 from tests.benchmarks.quality import DATA, Harness, Measured, Reference, paired
+from tests.benchmarks.sections import Picture, canvas
 from tests.fixtures_models import shared_smollm2_engine
 
-__all__ = ["quality", "run", "speed"]
+__all__ = ["draw", "quality", "run", "speed"]
 
 DOCUMENTS, PASSKEYS = 24, 4
 # Ours beside theirs at 4 and at 2 bits; a window would cost as many bytes as the codes of half a document in float32.
@@ -224,7 +225,29 @@ def _fill(cache: Any, model: Any, tokens: int) -> Any:
 
 def run() -> dict[str, Any]:
     """All figures by name."""
-    return {**quality()["figures"], **speed(), **{f"{k}_eager": v for k, v in speed(compiled=False).items()}}
+    made = quality()
+    caches = {f"cache {name}": figure for name, figure in made["methods"].items()}
+    return {**made["figures"], **speed(), **{f"{k}_eager": v for k, v in speed(compiled=False).items()}, **caches}
+
+
+def draw(figures: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
+    """KL to the full cache over the bits that a number takes."""
+    picture, axes = canvas(8, 5)
+    for kind, mark in (("quanto", "s"), ("hqq", "^"), ("", "o")):
+        shown = {
+            name.removeprefix("cache "): figure
+            for name, figure in figures.items()
+            if name.startswith(f"cache {kind}") and figure["kl"] > 0
+        }
+        if not kind:
+            shown = {name: f for name, f in shown.items() if not name.startswith(("quanto", "hqq"))}
+        bits, kl = [f["bits"] for f in shown.values()], [f["kl"] for f in shown.values()]
+        axes.errorbar(bits, kl, [f["error"] for f in shown.values()], fmt=mark, label=kind or "this package")
+        for name, x, y in zip(shown, bits, kl, strict=True):
+            axes.annotate(f" {name}", (x, y), fontsize=7, va="center")
+    axes.set(xlabel="bits a number, scales, sinks and positions included", ylabel="KL, nats per token", yscale="log")
+    axes.legend(frameon=False)
+    return [Picture("quantized", "KL to the full cache of every quantized cache, by its bits", picture)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

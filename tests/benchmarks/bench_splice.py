@@ -13,7 +13,7 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from compaction.kv.cache import ArenaCache
 from compaction.kv.probe import probe
 from compaction.kv.slot_map import Mode, SlotMap
 from compaction.kv.splice import Splicer
+from tests.benchmarks.sections import Picture, canvas
 from tests.fixtures_models import shared_smollm2_engine
 
-__all__ = ["first_token", "prefill_seconds", "run", "splice"]
+__all__ = ["draw", "first_token", "prefill_seconds", "run", "splice"]
 
 TOKENS, START, END = 8_000, 2_000, 6_000
 KEPT = TOKENS - (END - START)
@@ -155,3 +156,23 @@ def run(threads: int | None = None) -> dict[str, Any]:
         "splice_compact_vs_prefill": against,
         "splice_summary_first_token_vs_exact": summary,
     }
+
+
+def draw(figures: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
+    """Milliseconds of an eviction, of a plain copy, and of what they save."""
+    compact, gap = figures["splice_compact_vs_copy"], figures["splice_gap_vs_copy"]
+    first = figures["splice_summary_first_token_vs_exact"]
+    bars = {
+        "copy_ of the slots that move": compact["copy_ms"],
+        "evict, gap positions": gap["ours_ms"],
+        "evict, compact positions": compact["ours_ms"],
+        "prefill of what is kept": 1e3 * figures["splice_compact_vs_prefill"]["prefill_s"],
+        "summary to first token, spliced": 1e3 * first["ours_s"],
+        "summary to first token, exact": 1e3 * first["exact_s"],
+    }
+    picture, axes = canvas(8, 3)
+    shown = axes.barh(list(bars), list(bars.values()))
+    axes.bar_label(shown, [f" {value:,.0f} ms" for value in bars.values()], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="milliseconds")
+    return [Picture("splice", "4,000 of 8,000 tokens taken out of the middle, SmolLM2 in bfloat16", picture)]

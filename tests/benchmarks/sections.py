@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["SECTIONS", "Picture", "Section", "Target"]
+__all__ = ["SECTIONS", "Picture", "Section", "Target", "canvas"]
 
 Figures = Mapping[str, Mapping[str, Any]]
 
@@ -36,6 +36,16 @@ class Picture(NamedTuple):
     name: str
     caption: str
     figure: Any
+
+
+def canvas(width: float, height: float) -> tuple[Any, Any]:
+    """A matplotlib figure and its axes, in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
 @dataclass(frozen=True)
