@@ -15,7 +15,7 @@ from difflib import SequenceMatcher
 from compaction.engines.live_cache import common_prefix
 from compaction.engines.segments import Segment
 
-__all__ = ["Alignment", "Change", "align"]
+__all__ = ["Alignment", "Change", "align", "put_between"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,13 @@ def align(
     if to[j] + shared < len(wanted_ids):
         return Alignment(at[i] + shared, tuple(changes))
     return Alignment(at[i] + shared - 1, tuple(changes)) if at[i] + shared - 1 >= _end(changes) else None
+
+
+def put_between(held: Sequence[Segment], wanted: Sequence[Segment]) -> int:
+    """Tokens of new segments in front of held ones: what `align` would insert, told before the cache is at hand."""
+    known = set(held)
+    last = max((index for index, segment in enumerate(wanted) if segment in known), default=0)
+    return sum(len(segment.ids) for segment in wanted[:last] if segment not in known)
 
 
 def _offsets(segments: Sequence[Segment]) -> list[int]:

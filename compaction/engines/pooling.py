@@ -54,7 +54,7 @@ class PooledCache(LiveCache):
 
     def insert(self, plan: RotaryPlan, encoder: Encoder, ids: Sequence[int], at: int) -> Spliced:
         """As in any live cache; also refused where the pool has no room for what is encoded beside it."""
-        if not self._pool.lend(self, self._pool.beside(at, len(ids))):
+        if not self._pool.spare(self, self._pool.beside(at, len(ids))):
             raise CannotSplice("the pool has no room for a summary beside the cache")
         return super().insert(plan, encoder, ids, at)
 
@@ -103,7 +103,8 @@ class PooledCache(LiveCache):
 class Resident:
     """A conversation that the pool knows: what it is promised on the device, and whether its cache is elsewhere.
 
-    `turn` counts turns, `reply` is how many tokens the reply of the last one may have. `parked`: a digest of the ids of
+    `turn` counts turns, `reply` is how many tokens the reply of the last one may have, `spare` what of the promise is
+    for blocks that are encoded beside the cache. `parked`: a digest of the ids of
     a cache that is elsewhere, "" for none, `tokens` how many they are, `keep` how many of them still count; `lost` says
     why it is gone.
     """
@@ -114,6 +115,7 @@ class Resident:
     turn: int = 0
     reply: int = 0
     promised: int = 0
+    spare: int = 0
     in_use: bool = False
     parked: str = ""
     tokens: int = 0
@@ -143,11 +145,19 @@ class CachePool:
     # -- what the engine asks for
 
     def enter(
-        self, conversation: str, live: PooledCache, lock: _Lock, tokens: int = 0, reply: int = 0, more: int = 0
+        self,
+        conversation: str,
+        live: PooledCache,
+        lock: _Lock,
+        tokens: int = 0,
+        reply: int = 0,
+        more: int = 0,
+        spare: int = 0,
     ) -> str:
         """Begin a turn of `tokens`, the last `reply` of them a reply: its cache is on the device, and has room.
 
-        It has room for as many tokens as it holds in any case, and for `more` bytes beside them.
+        It has room for as many tokens as it holds in any case, and for `more` bytes beside them; where others can be
+        parked for it, also for `spare` bytes of blocks.
 
         Returns why a cache that was parked did not come back: "parked away", "fingerprint", "corrupted", "missing", or
         "". The turn ends with the live cache's `end_turn`, or with `leave`.
@@ -163,7 +173,7 @@ class CachePool:
                     most = max(tokens, there)
                     needs = [self._need(live, parcel, most, goal, reply) + more for goal in (most, tokens or most)]
                     resident.reply = reply
-                self._make_room(resident, needs[0], max(needs))
+                resident.spare = self._make_room(resident, needs[0], max(needs), spare)
                 if parcel is not None:
                     with lock:
                         self._restore(conversation, resident, parcel, most)
@@ -205,13 +215,24 @@ class CachePool:
         """End a turn: what was promised beyond what is held is free again."""
         with self._ledger:
             if live.place is not None:
-                live.place.in_use, live.place.promised = False, live.bytes
+                live.place.in_use, live.place.promised, live.place.spare = False, live.bytes, 0
 
     def measure(self, live: PooledCache) -> None:
         """Take note that a cache at rest holds less."""
         with self._ledger:
             if live.place is not None and not live.place.in_use:
                 live.place.promised = live.bytes
+
+    def spare(self, live: PooledCache, nbytes: int) -> bool:
+        """Whether a turn under way may have so many bytes beside its cache for a moment; asked for where none are left.
+
+        They stay its own until `leave`, for the next block.
+        """
+        with self._ledger:
+            place = live.place
+            if place is not None and nbytes > place.spare and self.lend(live, nbytes - place.spare):
+                place.spare = nbytes
+            return place is not None and nbytes <= place.spare
 
     def lend(self, live: PooledCache, nbytes: int) -> bool:
         """Promise so many bytes more to a turn under way, where they are free; they return with `leave`."""
@@ -231,10 +252,11 @@ class CachePool:
         tokens: int,
         reply: int,
         more: int,
+        spare: int,
         goes_on: Callable[[], bool],
     ) -> Iterator[str]:
         """`enter`, and `leave` again unless a reply goes on."""
-        lost = self.enter(conversation, live, lock, tokens, reply, more)
+        lost = self.enter(conversation, live, lock, tokens, reply, more, spare)
         mine = live.place.turn if live.place else 0
         try:
             yield lost
@@ -351,24 +373,28 @@ class CachePool:
             return self._sizes.peak(held, tokens, reply)
         return max(live.bytes, live.price.bytes(tokens)) + tokens * self.layer
 
-    def _make_room(self, resident: Resident, least: int, need: int) -> None:
-        """Park others, the least recently used first, until `need` fits, and promise it; where it cannot, `least`."""
+    def _make_room(self, resident: Resident, least: int, need: int, spare: int) -> int:
+        """Park others, the least recently used first, until `need` and `spare` fit, and promise both.
+
+        Where that cannot be, `need`, else `least`. Returns what was promised of `spare`.
+        """
         with self._ledger:
             others = [(name, other) for name, other in self._residents.items() if other is not resident]
             stay = {name for name, other in others if other.in_use or name in self._shelf.keep}
-            busy = sum(other.promised for name, other in others if name in stay)
-            if busy + need > self.budget.device_bytes:
-                need = least
-            if busy + need > self.budget.device_bytes:
-                raise PoolFull(need, self.budget.device_bytes, busy)
+            free = self.budget.device_bytes - sum(other.promised for name, other in others if name in stay)
+            need = need if need <= free else least
+            if need > free:
+                raise PoolFull(need, self.budget.device_bytes, self.budget.device_bytes - free)
+            spare = spare if need + spare <= free else 0
             may_go = [(name, other) for name, other in others if name not in stay and other.promised]
         for name, other in may_go:
-            if self._promised() - resident.promised + need <= self.budget.device_bytes:
+            if self._promised() - resident.promised + need + spare <= self.budget.device_bytes:
                 break
             self._park(name, other)
         with self._ledger:
-            resident.promised = need
+            resident.promised = need + spare
             self._peak = max(self._peak, self._promised())
+        return spare
 
     def _park(self, conversation: str, resident: Resident) -> None:
         """Take a cache off the device, to where there is room for it."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from compaction.budget import KVStorage, Window
+from compaction.engines.aligning import put_between
 from compaction.engines.decode_step import Decode, DecodeStep, step_for
 from compaction.engines.detokenize import Detokenizer
 from compaction.engines.divergence import compare
@@ -193,11 +194,12 @@ class TransformersEngine:
         """
         wanted = self._wanted(messages, tools, _at_least_one(max_new_tokens))
         started = self._clock()
+        request = Request.of(messages, tools)
+        layout, refused = self._layout(messages, tools, request, wanted) if apply == "splice" else ((), "")
+        spare = self._beside(conversation, layout)
         # The last token of a reply is not fed.
-        with self._idle(conversation, len(wanted) + max_new_tokens - 1, max_new_tokens) as held:
-            request = Request.of(messages, tools)
+        with self._idle(conversation, len(wanted) + max_new_tokens - 1, max_new_tokens, spare=spare) as held:
             reason = self._reason(held, wanted, messages, request, why)
-            layout, refused = self._layout(messages, tools, request, wanted) if apply == "splice" else ((), "")
             applied = self._bring(held, wanted, layout, max_new_tokens, refused)
             held.prompt, held.request, held.layout, held.reply = len(wanted), request, layout, None
             held.logits = self._prefill(held.live, wanted[len(held.live) :])
@@ -393,24 +395,35 @@ class TransformersEngine:
             return self._scoring.of(held.live, kind, segments, wanted, limit=most)
 
     @contextmanager
-    def _idle(self, conversation: str, tokens: int = 0, reply: int = 0, more: int = 0) -> Iterator[_Conversation]:
+    def _idle(
+        self, conversation: str, tokens: int = 0, reply: int = 0, more: int = 0, spare: int = 0
+    ) -> Iterator[_Conversation]:
         """The conversation, locked, its cache where the model is; in a pool with room for `tokens` and `more` bytes.
 
+        And, if possible, for `spare` bytes of blocks that are encoded beside it.
         Raises EngineError while a reply is running, and PoolFull.
         """
         held = self._conversation(conversation)
-        with self._room(conversation, held, tokens, reply, more) as held.lost, held.lock:
+        with self._room(conversation, held, tokens, reply, more, spare) as held.lost, held.lock:
             if held.running:
                 raise EngineError(f"conversation {conversation!r} is still generating: finish that reply or close() it")
             yield held
 
     def _room(
-        self, conversation: str, held: _Conversation, tokens: int, reply: int, more: int
+        self, conversation: str, held: _Conversation, tokens: int, reply: int, more: int, spare: int
     ) -> AbstractContextManager[str]:
         """Room in the pool; gives why a parked cache did not come back, if so."""
         if self.pool is None or not isinstance(held.live, PooledCache):
             return nullcontext("")
-        return self.pool.turn(conversation, held.live, held.lock, tokens, reply, more, lambda: held.running)
+        return self.pool.turn(conversation, held.live, held.lock, tokens, reply, more, spare, lambda: held.running)
+
+    def _beside(self, conversation: str, layout: tuple[Segment, ...]) -> int:
+        """Bytes of a pool that are needed beside the cache for what is put between kept messages."""
+        held = self._conversations.get(conversation)
+        count = put_between(held.layout, layout) if held is not None and self.pool is not None else 0
+        if self.pool is None or not count:
+            return 0
+        return self.pool.beside(sum(len(segment.ids) for segment in layout), count)
 
     @contextmanager
     def _visiting(self, tokens: int, reply: int = 0) -> Iterator[LiveCache]:

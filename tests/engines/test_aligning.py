@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compaction.engines.aligning import Alignment, Change, align
+from compaction.engines.aligning import Alignment, Change, align, put_between
 from compaction.engines.segments import Segment
 
 OPENING = (1, 9)
@@ -52,6 +52,14 @@ def test_a_message_that_became_another_one_is_replaced() -> None:
     made = found([HEAD, A, B, C], [HEAD, A, E, C])
 
     assert made is not None and made.changes == (Change(9, 15, E.ids),)
+
+
+def test_what_is_put_between_is_told_beforehand() -> None:
+    """New segments in front of kept ones count, those at the end do not."""
+    made = found([HEAD, A, B, C], [HEAD, A, E, C, D])
+
+    assert made is not None and put_between([HEAD, A, B, C], [HEAD, A, E, C, D]) == len(made.changes[0].ids) == 6
+    assert put_between([HEAD, A], [HEAD, A, B, C]) == put_between([], [HEAD, A]) == put_between([HEAD, A], [HEAD]) == 0
 
 
 def test_a_finished_reply_stays() -> None:

@@ -553,6 +553,27 @@ def test_quantized_caches_are_parked_as_codes(tier: str, tmp_path: Path) -> None
     assert usage.restores.get(tier, 0) >= 2 and not usage.refused
 
 
+def test_a_full_pool_makes_room_for_what_is_put_between_kept_messages(allocations: Allocations) -> None:
+    """A summary is encoded beside its cache: idle conversations are parked for that, and the turn is spliced."""
+    before, after = text(0, 6), text(0, 6)
+    after[3:6] = [{"role": "user", "content": "[Summary] the fox said thank you"}]
+    list(plain().generate("c", before, None, max_new_tokens=4))
+    size = plain().kv_bytes("c")
+    plain().close()
+    allocations.peak = 0
+    engine = pooled()
+    pool = engine.use_pool(Pool(2 * size, host="1MiB"))
+    for name in ("other", "c"):
+        list(engine.generate(name, before, None, max_new_tokens=4, apply="splice"))
+    generation = engine.generate("c", after, None, max_new_tokens=4, apply="splice")
+    list(generation)
+
+    assert generation.result is not None and generation.result.usage.applied is not None
+    applied = generation.result.usage.applied
+    assert (applied["how"], applied["inserted"] > 0, pool.where("other")) == ("splice", True, "host"), applied
+    assert allocations.peak <= pool.budget.device_bytes
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_spliced_conversations_are_parked_as_they_stand(tier: str, allocations: Allocations, tmp_path: Path) -> None:
     """Holes, moved keys and what is dirty come back: conversations cut in place say what they say without a pool."""
