@@ -36,6 +36,7 @@ def chat(as_json: bool, system: str | None, conversation: str, **options: Any) -
     Examples:
       compaction chat --budget 1024 --log a.db
       compaction chat --log a.db --conversation trip --system "You are a travel agent." --policy summarize
+      compaction chat --budget 512 --apply splice
       printf 'What is a KV cache?\\n' | compaction chat --max-new-tokens 40 --json
 
     \b

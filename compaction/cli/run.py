@@ -58,6 +58,7 @@ def run(transcripts: tuple[str, ...], as_json: bool, plot: str | None, **options
       compaction run talk.jsonl --budget 2048 --log a.db
       compaction run talks.jsonl.gz --limit 5 --budget 2048 --policy sliding_window:keep_last=4 --log a.db --plot a.png
       compaction run talk.json --kv-budget 64MiB --policy quantize --log a.db --json
+      compaction run talk.jsonl --budget 2048 --apply splice --policy scored_eviction:score=keydiff --log a.db
 
     \b
     JSON keys:

@@ -90,7 +90,7 @@ def show(played: Played, result: dict[str, Any], plot: str | None) -> None:
         ("turns", f"{result['turns']:,} in {played.seconds:,.1f} s"),
         ("compactions", f"{result['compactions']:,}"),
         ("discarded", f"{result['discarded_spans']:,} spans, {result['discarded_tokens']:,} tokens{kept}"),
-        ("peak tokens", f"{result['peak_tokens']:,} of {result['budget_tokens']:,}"),
+        ("peak tokens", _peak_tokens(result)),
         ("KV cache", f"{mib(result['kv_bytes'])} measured at rest, of {kv_limit}"),
         ("peak KV cache", f"{mib(result['peak_kv_bytes'])}, while a layer's arena grew"),
         ("prefilled", f"{result['prefilled_tokens']:,} tokens"),
@@ -117,6 +117,14 @@ def show(played: Played, result: dict[str, Any], plot: str | None) -> None:
     if plot:
         rows.append(("plot", plot))
     console().print(pairs("", [(name, plain(str(value))) for name, value in rows]))
+
+
+def _peak_tokens(result: dict[str, Any]) -> str:
+    """Beside the budget; a quantized cache holds more tokens than the budget's bytes come to in full precision."""
+    peak, budget = result["peak_tokens"], result["budget_tokens"]
+    if result["budget_kv_bytes"] is not None and peak > budget:
+        return f"{peak:,}; in full precision the bytes come to {budget:,}"
+    return f"{peak:,} of {budget:,}"
 
 
 def _ms(value: float | None) -> str:

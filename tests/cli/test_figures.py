@@ -9,6 +9,7 @@ import pytest
 from compaction.cli.figures import Figures, percentile
 from compaction.cli.output import counted, figure, plain
 from compaction.cli.recordings import read_all
+from compaction.cli.summary import _peak_tokens
 from compaction.store import AuditLog
 from tests.builders import assistant, call, user
 from tests.cli.harness import NAME, TALK, write_talk
@@ -73,3 +74,11 @@ def test_text_is_made_safe() -> None:
         "1 turn",
         "2 turns",
     ]
+
+
+def test_a_quantized_peak_is_not_held_against_full_precision() -> None:
+    """Under a budget of bytes a quantized cache holds more tokens than they come to: the table says so."""
+    result = {"peak_tokens": 926, "budget_tokens": 728, "budget_kv_bytes": 2**24}
+
+    assert _peak_tokens(result) == "926; in full precision the bytes come to 728"
+    assert _peak_tokens({**result, "budget_kv_bytes": None}) == "926 of 728"
