@@ -374,9 +374,9 @@ class CachePool:
         return max(live.bytes, live.price.bytes(tokens)) + tokens * self.layer
 
     def _make_room(self, resident: Resident, least: int, need: int, spare: int) -> int:
-        """Park others, the least recently used first, until `need` and `spare` fit, and promise both.
+        """Park others, the least recently used first, until `need` and what is possible of `spare` fit; promise both.
 
-        Where that cannot be, `need`, else `least`. Returns what was promised of `spare`.
+        Where even `need` cannot be, `least`. Returns what was promised of `spare`.
         """
         with self._ledger:
             others = [(name, other) for name, other in self._residents.items() if other is not resident]
@@ -385,7 +385,7 @@ class CachePool:
             need = need if need <= free else least
             if need > free:
                 raise PoolFull(need, self.budget.device_bytes, self.budget.device_bytes - free)
-            spare = spare if need + spare <= free else 0
+            spare = min(spare, free - need)
             may_go = [(name, other) for name, other in others if name not in stay and other.promised]
         for name, other in may_go:
             if self._promised() - resident.promised + need + spare <= self.budget.device_bytes:

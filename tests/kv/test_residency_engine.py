@@ -556,13 +556,16 @@ def test_quantized_caches_are_parked_as_codes(tier: str, tmp_path: Path) -> None
 def test_a_full_pool_makes_room_for_what_is_put_between_kept_messages(allocations: Allocations) -> None:
     """A summary is encoded beside its cache: idle conversations are parked for that, and the turn is spliced."""
     before, after = text(0, 6), text(0, 6)
-    after[3:6] = [{"role": "user", "content": "[Summary] the fox said thank you"}]
-    list(plain().generate("c", before, None, max_new_tokens=4))
-    size = plain().kv_bytes("c")
+    after[3:6] = [{"role": "user", "content": "[Summary] " + "the fox said thank you, " * 12}]
+    sizes = []
+    for messages in (before, after):
+        list(plain().generate("c", messages, None, max_new_tokens=4))
+        sizes.append(plain().kv_bytes("c"))
+    assert sizes[0] < sizes[1]
     plain().close()
     allocations.peak = 0
     engine = pooled()
-    pool = engine.use_pool(Pool(2 * size, host="1MiB"))
+    pool = engine.use_pool(Pool(sizes[0] + sizes[1] * 9 // 8, host="1MiB"))
     for name in ("other", "c"):
         list(engine.generate(name, before, None, max_new_tokens=4, apply="splice"))
     generation = engine.generate("c", after, None, max_new_tokens=4, apply="splice")
