@@ -53,7 +53,7 @@ def resolve(name: str) -> Source:
         return _from_hub(name)
     close = difflib.get_close_matches(name.lower(), REFERENCES, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"built-in names: {', '.join(REFERENCES)}"
-    raise ModelNotFound(f"{name!r} is no config.json, no model folder and no built-in name: {hint}")
+    raise ModelNotFound(f"{name!r} is no config.json, no model folder and no built-in name; {hint}")
 
 
 def _read(path: Path) -> Mapping[str, Any]:
