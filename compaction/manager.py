@@ -204,7 +204,8 @@ def _check_apply(apply: str, engine: Engine | None, divergence_rate: float) -> N
         raise InvalidInput(f"apply is 'exact' or 'splice', not {apply!r}")
     if apply == "splice" and not isinstance(engine, SplicingEngine):
         raise InvalidInput("apply='splice' needs an engine that holds live caches: pass engine=TransformersEngine(…)")
-    if isinstance(divergence_rate, bool) or not 0 <= divergence_rate <= 1:
+    number = isinstance(divergence_rate, (int, float)) and not isinstance(divergence_rate, bool)
+    if not number or not 0 <= divergence_rate <= 1:
         raise InvalidInput(f"divergence_rate is {divergence_rate!r}: give a fraction of turns, 0 to 1")
 
 

@@ -411,7 +411,7 @@ class CachePool:
                     self._unsupported += 1
             resident.tokens = len(live)
             live.clear()
-            resident.parked = digest
+            resident.parked, resident.keep = digest, None
         self._parks += 1
         if parcel is None:
             self._dropped += 1

@@ -239,6 +239,7 @@ def test_spliced_decisions_replay() -> None:
         ({"apply": "guess"}, "'exact' or 'splice'"),
         ({"apply": "splice"}, "needs an engine that holds live caches"),
         ({"apply": "exact", "divergence_rate": 2}, "a fraction of turns"),
+        ({"apply": "exact", "divergence_rate": "1"}, "a fraction of turns"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(more: dict[str, Any], said: str) -> None:

@@ -382,7 +382,9 @@ def test_a_pool_is_checked_when_it_is_made() -> None:
         ((1, None), "not None"),
         ((1, 0, "/tmp"), "a folder and its bytes"),
         ((1, 0, ("/tmp", 0)), "0 bytes"),
-        ((1, 0, ("", 5)), "path is empty"),
+        ((1, 0, ("", 5)), "needs a folder, not ''"),
+        ((1, 0, ("/tmp/a\0b", 5)), "needs a folder, not"),
+        ((1, 0, ("~nobody of that name/kv", 5)), "needs a folder, not"),
     ],
 )
 def test_a_pool_that_cannot_be_is_refused(arguments: Any, says: str) -> None:

@@ -391,6 +391,23 @@ def test_a_reply_forgotten_while_it_is_parked_does_not_come_back() -> None:
     engine.close()
 
 
+def test_what_was_forgotten_of_a_lost_cache_is_not_cut_off_the_next_one(tmp_path: Path) -> None:
+    """The file is gone, the conversation prefilled and parked again: all of that comes back."""
+    engine = pooled()
+    engine.use_pool(Pool(need(4), disk=(tmp_path, "1GiB")))
+    answer(engine, 0, 0)
+    answer(engine, 1, 4)
+    engine.forget_reply("0")
+    next(tmp_path.rglob("*.safetensors")).unlink()
+    answer(engine, 0, 4)
+    whole = engine.cached_ids("0")
+    answer(engine, 1, 4)
+    assert not engine.cached_ids("0")
+
+    with engine._idle("0"):
+        assert engine.cached_ids("0") == whole
+
+
 def test_what_runs_outside_conversations_is_counted_too(allocations: Allocations) -> None:
     """A summariser's reply and a fresh prefill push others out, and leave nothing."""
     engine = pooled()

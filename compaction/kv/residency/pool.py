@@ -40,9 +40,13 @@ class Pool:
             if not isinstance(self.disk, tuple) or len(self.disk) != 2 or not isinstance(self.disk[0], (str, Path)):
                 raise InvalidBudget(f"a pool's disk is a folder and its bytes, ('/path', '50GiB'), not {self.disk!r}")
             folder, size = self.disk
-            if not str(folder):
-                raise InvalidBudget("a pool's disk needs a folder: the path is empty")
-            object.__setattr__(self, "disk", (Path(folder).expanduser(), _bytes("disk", size, least=1)))
+            if not str(folder) or "\0" in str(folder):
+                raise InvalidBudget(f"a pool's disk needs a folder, not {str(folder)!r}")
+            try:
+                path = Path(folder).expanduser()
+            except RuntimeError as exc:  # nobody of that name
+                raise InvalidBudget(f"a pool's disk needs a folder, not {str(folder)!r}: {exc}") from exc
+            object.__setattr__(self, "disk", (path, _bytes("disk", size, least=1)))
 
     @classmethod
     def of(cls, value: Pool | int | str) -> Pool:
