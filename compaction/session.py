@@ -212,7 +212,7 @@ class Session:
             generation, prepared = self._start(max_new_tokens)
             yield from self._pieces(generation)
             made = _finished(generation)
-            usage, events = self._used(made.usage, prepared)
+            usage, events = self._used(made, prepared)
             ids = self._ledger.append([dumps({"role": "assistant", "content": made.text})], events)
             return Reply(ids[0], made.text, made.finish_reason, usage, prepared.decision)
 
@@ -223,7 +223,7 @@ class Session:
             for _ in self._pieces(generation):
                 pass
             made = _finished(generation)
-            usage, events = self._used(made.usage, prepared)
+            usage, events = self._used(made, prepared)
             if self._ledger.settings.engine is not None:
                 self._ledger.settings.engine.forget_reply(self.id)
             self._ledger.note_text("probe", made.text, events, finish_reason=made.finish_reason)
@@ -274,17 +274,28 @@ class Session:
                 yield piece
         except BaseException:
             generation.close()
-            self.interrupt("".join(pieces))
+            self._give_up("".join(pieces))
             raise
         if generation.result is not None and generation.result.finish_reason == "cancelled":
             self.interrupt("".join(pieces))
             raise EngineError(f"the reply in {self.id!r} was cancelled: what came so far is kept as interrupted")
 
-    def _used(self, usage: Usage, prepared: Prepared) -> tuple[Usage, list[NewEvent]]:
+    def _give_up(self, text: str) -> None:
+        """Keep what came as `interrupted`; where all had come, the cache holds it still: the next prompt has none."""
+        self.interrupt(text)
+        if self._ledger.settings.engine is not None:
+            self._ledger.settings.engine.forget_reply(self.id)
+
+    def _used(self, made: Generated, prepared: Prepared) -> tuple[Usage, list[NewEvent]]:
         """The usage with why tokens were prefilled again, where the session knows better, and its events."""
+        usage = made.usage
         if prepared.decision is not None and usage.reused:
             usage = replace(usage, why="compaction")
-        usage = self._with_applied(usage)
+        try:
+            usage = self._with_applied(usage)
+        except BaseException:  # Ctrl-C while a divergence is measured
+            self._give_up(made.text)
+            raise
         self._last_usage = usage
         events = [self._ledger.event("usage", usage.to_json())]
         if self._reanchor and usage.reused == 0:

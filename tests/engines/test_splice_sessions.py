@@ -173,6 +173,40 @@ def test_no_reply_is_lost_to_a_measurement(monkeypatch: pytest.MonkeyPatch) -> N
     assert {"refused": "no room for a second cache"} in said
 
 
+def test_a_reply_given_up_while_the_divergence_is_measured_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C there loses no word: what had come is kept, and the cache holds the prompt only."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    engine, log = tiny_engine(), MemoryLog()
+    monkeypatch.setattr(engine, "divergence", stop)
+    session = manager(engine, log, divergence_rate=1.0).session("c")
+    with pytest.raises(KeyboardInterrupt):
+        list(turns(session, 30))
+
+    held = engine._conversations["c"]
+    kinds = [event.kind for event in log.events("c")]
+    assert kinds[-2:] == ["generation_started", "interrupted"] and len(held.live) == held.prompt
+    assert held.reply is not None and held.reply.result is not None
+    assert log.text(bytes.fromhex(events(log, "interrupted")[0]["text"])) == held.reply.result.text
+
+
+def test_a_reply_closed_at_its_last_piece_leaves_the_prompt_only() -> None:
+    """All had come and nobody asked for the end: interrupted like any other, text and cache alike."""
+    engine, log = tiny_engine(), MemoryLog()
+    session = manager(engine, log).session("c")
+    session.append(user("Which order number?"))
+    stream = session.stream(max_new_tokens=6)
+    while engine._conversations.get("c") is None or engine._conversations["c"].running:
+        next(stream)
+    stream.close()
+
+    held = engine._conversations["c"]
+    assert len(events(log, "interrupted")) == 1 and len(session.state.history) == 1
+    assert len(held.live) == held.prompt
+
+
 def test_a_summary_is_written_by_the_live_cache_and_spliced_in() -> None:
     """The summariser reads only its instruction; the summary is encoded, the tail is not prefilled again."""
     engine, log = tiny_engine(), MemoryLog()
