@@ -265,8 +265,14 @@ class LiveCache:
         """
         at = len(self) if length is None else length
         self._check_aside(at)
-        with _out_of_memory(2 * len(self) - at):
-            parked = [_Parked.of(layer, len(self) - at) for layer in self.layers if isinstance(layer, ArenaLayer)]
+        parked: list[_Parked] = []
+        try:
+            with _out_of_memory(2 * len(self) - at):
+                parked += (_Parked.of(layer, len(self) - at) for layer in self.layers if isinstance(layer, ArenaLayer))
+        except BaseException:
+            for part in parked:
+                part.put_back(0)
+            raise
         rows, dirty = deepcopy(self.slot_map), self.dirty_from
         self._parked, self._aside = sum(part.nbytes for part in parked), True
         self.record_past(True)

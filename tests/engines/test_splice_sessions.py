@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from compaction import Budget, SessionManager
 from compaction.engines import TransformersEngine
+from compaction.engines.live_cache import _Parked
 from compaction.errors import EngineError, InvalidInput
 from compaction.policies import SlidingWindow, Summarize, Truncate
 from compaction.ports import Apply, Policy
@@ -190,6 +192,26 @@ def test_a_reply_given_up_while_the_divergence_is_measured_is_interrupted(monkey
     assert kinds[-2:] == ["generation_started", "interrupted"] and len(held.live) == held.prompt
     assert held.reply is not None and held.reply.result is not None
     assert log.text(bytes.fromhex(events(log, "interrupted")[0]["text"])) == held.reply.result.text
+
+
+def test_a_host_without_memory_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what is to wait on the host does not fit there after two layers, those are put back."""
+    engine = tiny_engine()
+    list(engine.generate("c", [user("the quick brown fox")], None, max_new_tokens=4))
+    live, before, take = engine._conversations["c"].live, tensors(engine), _Parked.of
+    left = iter(range(2))
+
+    def of(layer: Any, count: int) -> _Parked:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("no memory left")
+        return take(layer, count)
+
+    monkeypatch.setattr(_Parked, "of", of)
+    with pytest.raises(EngineError, match="out of memory"), live.aside(5):
+        pass
+
+    assert len(live) > 5 and {layer.held for layer in live.layers} == {len(live)}
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(engine), strict=True))
 
 
 def test_a_reply_closed_at_its_last_piece_leaves_the_prompt_only() -> None:
