@@ -272,6 +272,30 @@ def test_a_truncated_file_is_refused(tmp_path: Path, length: int) -> None:
     assert caught.value.code == "corrupted"
 
 
+@pytest.mark.parametrize(
+    "header", [b"[" * 200_000, b'{"__metadata__": {"kind": "kv-compaction/1"}, "a": {}}', b"[]", b"\xff{}"]
+)
+def test_a_file_of_another_make_is_refused(tmp_path: Path, header: bytes) -> None:
+    """Whatever its header holds."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+    with pytest.raises(CacheRefused, match="truncated or no cache file") as caught:
+        read_parcel(path, MINE)
+    assert caught.value.code == "corrupted"
+
+
+def test_extents_beyond_numbers_are_refused(tmp_path: Path) -> None:
+    """JSON has numbers that no integer is."""
+    path = tmp_path / "a.safetensors"
+    place = '{"dtype": "U8", "shape": [1e999], "data_offsets": [0, 1e999]}'
+    header = f'{{"__metadata__": {{"kind": "kv-compaction/1"}}, "a": {place}}}'.encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+    with pytest.raises(CacheRefused, match="truncated or no cache file"):
+        read_parcel(path, MINE)
+
+
 def test_a_longer_file_and_none_are_refused(tmp_path: Path) -> None:
     """Bytes behind the end are as wrong as missing ones."""
     path = tmp_path / "a.safetensors"
@@ -485,6 +509,20 @@ def test_a_file_that_was_tampered_with_is_gone(shelf: Shelf, tmp_path: Path) -> 
     with pytest.raises(CacheRefused):
         shelf.get("0", {**MINE, "ids": "0"})
     assert shelf.refused == {"corrupted": 1} and not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_what_took_a_files_place_is_left_alone(shelf: Shelf, tmp_path: Path) -> None:
+    """A folder of its name: the parcel is missing, and that it could not be removed is counted, not raised."""
+    fill(shelf, 3)
+    (path,) = tmp_path.rglob("*.safetensors")
+    path.unlink()
+    path.mkdir()
+
+    with pytest.raises(CacheRefused) as caught:
+        shelf.get("0", {**MINE, "ids": "0"})
+    shelf.close()
+    assert caught.value.code == "missing" and path.is_dir()
+    assert shelf.refused == {"missing": 1, "disk": 1} and shelf.tier("0") is None
 
 
 def test_a_disk_that_refuses_costs_only_the_parcel(shelf: Shelf, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def _read_header(path: Path, file: BinaryIO) -> _Header:
         ends = [_size(place) for place in places.values()]
         if metadata["kind"] != _FORMAT or size != 8 + length + max(ends, default=0):
             raise ValueError(f"{size:,} bytes do not hold what its header says")
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
         raise CacheRefused("corrupted", f"{path.name} is truncated or no cache file ({exc})") from exc
     return _Header(length.to_bytes(8, "little") + raw, places, metadata)
 

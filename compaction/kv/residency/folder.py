@@ -79,10 +79,10 @@ def _remove(folder: Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:
         return
     if folder.is_dir() and not folder.is_symlink():
-        for path in folder.iterdir():
-            if path.suffix in {".safetensors", ".part"}:
-                path.unlink(missing_ok=True)
         with suppress(OSError):  # somebody else's files are in it
+            for path in folder.iterdir():
+                if path.suffix in {".safetensors", ".part"}:
+                    path.unlink(missing_ok=True)
             folder.rmdir()
     folder.with_suffix(".lock").unlink(missing_ok=True)
     os.close(lock)

@@ -137,7 +137,7 @@ class Shelf:
 
     @property
     def refused(self) -> dict[str, int]:
-        """Parcels that were not used, or could not be written, by reason."""
+        """Parcels that were not used, and files that could not be written or removed, by reason."""
         with self._lock:
             return dict(self._tally.refused)
 
@@ -198,5 +198,9 @@ class Shelf:
 
     def _remove(self, key: str) -> None:
         entry = self._entries.pop(key, None)
-        if entry is not None and entry.path is not None:
+        if entry is None or entry.path is None:
+            return
+        try:
             entry.path.unlink(missing_ok=True)
+        except OSError:  # somebody else has changed the folder
+            self._tally.refused["disk"] += 1
