@@ -96,7 +96,7 @@ class SessionManager:
         if budget is None:
             raise InvalidBudget("a manager needs budget=Budget(tokens=…) or Budget(kv_bytes=…)")
         policy = policy if policy is not None else default_policy()
-        _check_parts(policy, budget, log, counter)
+        _check_parts(engine, policy, budget, log, counter)
         _check_apply(apply, engine, divergence_rate)
         _check_storages(policy, engine)
         if budget.kv_bytes is not None and not (engine and engine.kv_bytes_per_token):
@@ -165,8 +165,12 @@ class SessionManager:
         return Wrapper(self, conversation, **options)
 
 
-def _check_parts(policy: Policy, budget: Budget, log: Log | None, counter: Counter | None) -> None:
+def _check_parts(
+    engine: Engine | None, policy: Policy, budget: Budget, log: Log | None, counter: Counter | None
+) -> None:
     """Raises where a part is of the wrong kind: here, and not deep inside a later call."""
+    if engine is not None and not callable(getattr(engine, "generate", None)):
+        raise InvalidInput(f"engine is an engine, for example TransformersEngine('smollm2'), not {engine!r}")
     if not isinstance(budget, Budget):
         raise InvalidBudget(f"budget is a Budget, for example Budget(tokens=4096), not {budget!r}")
     if isinstance(policy, type) or not callable(getattr(policy, "plan", None)):
@@ -207,6 +211,8 @@ def _check_apply(apply: str, engine: Engine | None, divergence_rate: float) -> N
     number = isinstance(divergence_rate, (int, float)) and not isinstance(divergence_rate, bool)
     if not number or not 0 <= divergence_rate <= 1:
         raise InvalidInput(f"divergence_rate is {divergence_rate!r}: give a fraction of turns, 0 to 1")
+    if divergence_rate and apply == "exact":
+        raise InvalidInput("divergence_rate measures spliced turns: give apply='splice' too, or leave it out")
 
 
 def _summarizer(policy: Policy, engine: Engine | None, given: Summarizer | None) -> Summarizer | None:

@@ -368,6 +368,7 @@ def test_async_twins_do_the_same() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        ({"engine": "smollm2"}, "engine is an engine"),
         ({"policy": "truncate"}, "policy is an object"),
         ({"policy": Truncate}, "policy is an object"),
         ({"log": "audit.db"}, "log is a log"),

@@ -296,10 +296,11 @@ def test_spliced_decisions_replay() -> None:
         ({"apply": "splice"}, "needs an engine that holds live caches"),
         ({"apply": "exact", "divergence_rate": 2}, "a fraction of turns"),
         ({"apply": "exact", "divergence_rate": "1"}, "a fraction of turns"),
+        ({"apply": "exact", "divergence_rate": 0.1}, "give apply='splice' too"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(more: dict[str, Any], said: str) -> None:
-    """A mode that is none, an engine that has no cache to edit, a rate above all."""
+    """A mode that is none, an engine without a cache to edit, a rate above all or of turns that are never spliced."""
     with pytest.raises(InvalidInput, match=said):
         SessionManager(ScriptedEngine(), budget=Budget(tokens=100), **more)
 
