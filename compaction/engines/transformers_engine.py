@@ -163,13 +163,16 @@ class TransformersEngine:
         pool's folder cannot be used.
         """
         if self.pool is None and self._conversations:
-            raise InvalidInput("an engine takes a pool before its first conversation: some are held already")
+            raise InvalidInput(
+                "an engine takes a pool before its first conversation, and holds some already: give pool= to its first "
+                "manager, or release() them"
+            )
         if self.pool is None:
             sizes = CacheSizes.learn(lambda: self._forward.new_cache(self.window.tokens), self._forward)
             identity = Identity.of(self.model, tokenizer_digest(self.tokenizer), name=self.name)
             self.pool = CachePool(pool, sizes, lambda: identity.again(self.model))
         elif self.pool.budget != pool:
-            raise InvalidInput(f"this engine has a pool already, {self.pool.budget}: use that one")
+            raise InvalidInput(f"this engine has a pool already, {self.pool.budget}: give the same, or leave pool= out")
         return self.pool
 
     def generate(
@@ -334,7 +337,10 @@ class TransformersEngine:
             pending = held.reply.result.ids[-1:] if held.reply and held.reply.result else ()
             behind = [] if len(live) == held.prompt else list(pending)  # the last token of a reply is not fed
             if not len(live) or (held.logits is None and not behind) or tokens + len(live) > self.window.tokens:
-                raise EngineError(f"conversation {conversation!r} holds nothing to go on from, or fills its window")
+                raise EngineError(
+                    f"conversation {conversation!r} holds nothing to go on from, or {tokens:,} tokens more pass its "
+                    "window: measure after a reply, over fewer tokens"
+                )
             for cache in (fresh, live):
                 cache.start_turn(len(live) + tokens)
             with live.aside():
