@@ -342,6 +342,7 @@ class CachePool:
             resident = self._residents.pop(conversation, None)
             if resident is None or resident.live is not live:
                 resident = live.place = Resident(conversation, live, lock)
+                self._shelf.discard(conversation)  # of one that is being released
             self._residents[conversation] = resident  # most recently used
             if resident.in_use:
                 raise EngineError(f"conversation {conversation!r} is still generating: finish that reply or close() it")

@@ -408,6 +408,20 @@ def test_what_was_forgotten_of_a_lost_cache_is_not_cut_off_the_next_one(tmp_path
         assert engine.cached_ids("0") == whole
 
 
+def test_a_turn_that_overtakes_a_release_leaves_nothing_parked(tmp_path: Path) -> None:
+    """Between a release's two halves the conversation begins afresh: what was parked of the old one goes."""
+    engine = pooled()
+    pool = engine.use_pool(Pool(need(4), disk=(tmp_path, "1GiB")))
+    answer(engine, 0, 0)
+    answer(engine, 1, 4)
+    assert pool.where("0") == "disk"
+    old = engine._conversations.pop("0")
+    answer(engine, 0, 0)
+    pool.forget("0", old.live)  # type: ignore[arg-type]
+
+    assert pool.where("0") == "device" and pool.usage().disk.conversations == (pool.where("1") == "disk")
+
+
 def test_what_runs_outside_conversations_is_counted_too(allocations: Allocations) -> None:
     """A summariser's reply and a fresh prefill push others out, and leave nothing."""
     engine = pooled()
