@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from compaction.engines import TransformersEngine
 from compaction.errors import CannotSplice, EngineError, InvalidInput
 from compaction.kv.quantization.layer import QuantizedLayer
 from compaction.kv.residency.pool import Pool
-from tests.fixtures_models import FAMILIES, shared_tiny_engine, tiny_engine
+from tests.fixtures_models import FAMILIES, shared_tiny_engine, tiny_engine, tiny_model, tiny_tokenizer
 
 Messages = list[dict[str, Any]]
 NAMES = ("k8v4", "tq4", "k4v2:sinks=2,window=16", "tqk5v3:window=0")
@@ -217,7 +218,11 @@ def test_a_quantized_cache_is_parked_and_comes_back_quantized() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_compiling_engine_reads_codes_by_compiled_code(tiny: TransformersEngine) -> None:
     """Whether the cache was converted or began so: the same replies, from layers that are read compiled."""
-    compiling = tiny_engine(decode="compiled")
+    fresh = deepcopy(tiny_model("llama"))
+    for layer in fresh.modules():  # those that transformers leaves behind where hidden states were asked for
+        layer._forward_hooks.clear()
+    compiling = TransformersEngine(fresh, tokenizer=tiny_tokenizer(), decode="compiled")
+    assert compiling.step is not None and (compiling.step.kind, compiling.step.refusal) == ("compiled", "")
     for begins_so in (False, True):
         replies = []
         for engine in (tiny, compiling):
