@@ -100,6 +100,7 @@ SECTIONS = (
             "splice_gap_vs_copy": Target("ratio", ">=", 0.7),
             "splice_compact_vs_prefill": Target("ratio", ">=", 500),
             "splice_summary_first_token_vs_exact": Target("ratio", "<=", 0.12),
+            "splice_encoded_summary_first_token_vs_exact": Target("ratio", "<=", 0.06),
         },
     ),
     Section(
