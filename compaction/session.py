@@ -289,7 +289,7 @@ class Session:
     def _used(self, made: Generated, prepared: Prepared) -> tuple[Usage, list[NewEvent]]:
         """The usage with why tokens were prefilled again, where the session knows better, and its events."""
         usage = made.usage
-        if prepared.decision is not None and usage.reused:
+        if prepared.decision is not None and prepared.decision.spans and usage.reused:
             usage = replace(usage, why="compaction")
         try:
             usage = self._with_applied(usage)

@@ -73,6 +73,7 @@ def test_bytes_first_words_later_and_resumed_as_it_stood(
 
     assert quantized is not None and spans and quantized.usage.applied is not None
     done = quantized.usage.applied["quantize"]
+    assert quantized.usage.why == ""
     assert done["storage"] == "k8v4:window=0" and done["bytes_after"] < 0.75 * done["bytes_before"]
     assert 0 < done["key_error"] < 0.02 and 0.02 < done["value_error"] < 0.12
     assert quantized.usage.prefilled < 150 < quantized.usage.reused, "nothing was prefilled again for it"
