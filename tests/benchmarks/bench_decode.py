@@ -193,7 +193,8 @@ def draw(figures: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
     limits = [figures[f"dynamic_cache_{tokens}"]["limit_ms"] for tokens in held]
     axes.plot(held, limits, color="0.5", linestyle="--", label="reading weights and cache once")
     axes.set(xlabel="tokens in the cache", ylabel="ms per token", yscale="log")
-    axes.legend()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return [Picture("decode", "One token of SmolLM2 in bfloat16, by the tokens before it", picture)]
 
 

@@ -298,7 +298,7 @@ def draw(found: Figures) -> list[Picture]:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("KL to the full cache, nats per token; beside it: hidden keys found")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return [Picture("eviction", "KL to the full cache of every way to evict, and hidden keys found", figure)]
 
 

@@ -249,12 +249,13 @@ def draw(figures: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
     """Bytes over the conversation: of both caches, and of the process."""
     ratio = figures["long_perplexity_splice_vs_exact"]
     picture, axes = canvas(8, 3.5)
-    for side in APPLIED:
+    for side, style in zip(APPLIED, ("-", "--"), strict=True):
         held = ratio[side]["kv_bytes_by_thousand"]
-        axes.plot(range(1, len(held) + 1), [value / 2**20 for value in held], label=f"KV cache, {side}")
+        axes.plot(range(1, len(held) + 1), [value / 2**20 for value in held], style, label=f"KV cache, {side}")
     held = figures["long_rss_last_vs_second_thousand"]["rss_by_thousand"]
     axes.plot(range(1, len(held) + 1), [value / 2**20 for value in held], color="0.5", label="process")
-    axes.set(xlabel="thousands of tokens", ylabel="MiB", yscale="log")
+    axes.set(xlabel="thousands of tokens", ylabel="MiB", yscale="log", ylim=(10, 2000))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False)
     return [Picture("long", "Memory over a conversation of 30,000 tokens in a budget of 1,024", picture)]
 

@@ -242,10 +242,17 @@ def draw(figures: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
         if not kind:
             shown = {name: f for name, f in shown.items() if not name.startswith(("quanto", "hqq"))}
         bits, kl = [f["bits"] for f in shown.values()], [f["kl"] for f in shown.values()]
-        axes.errorbar(bits, kl, [f["error"] for f in shown.values()], fmt=mark, label=kind or "this package")
-        for name, x, y in zip(shown, bits, kl, strict=True):
-            axes.annotate(f" {name}", (x, y), fontsize=7, va="center")
+        axes.errorbar(
+            bits,
+            kl,
+            [f["error"] for f in shown.values()],
+            fmt=mark,
+            label=f"{kind}, each pair of axes" if kind else "this package",
+        )
+        for name, x, y in zip(shown, bits, kl, strict=True) if not kind else ():
+            axes.annotate(f"{name}  ", (x, y), fontsize=7, va="center", ha="right")
     axes.set(xlabel="bits a number, scales, sinks and positions included", ylabel="KL, nats per token", yscale="log")
+    axes.set_xlim(1.2)
     axes.legend(frameon=False)
     return [Picture("quantized", "KL to the full cache of every quantized cache, by its bits", picture)]
 

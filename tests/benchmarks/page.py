@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
 from tests.benchmarks.sections import SECTIONS, Section, Target
 
 __all__ = ["write_page"]
@@ -52,12 +54,13 @@ def _section(section: Section, report: Report, folder: Path) -> Iterator[str]:
     machine = ran["machine"]
     where = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, load {machine['load']:.1f}"
     yield f"{ran['at']}, {where}.\n"
-    yield "| figure | median | spread | target | |"
-    yield "|---|--:|---|---|---|"
+    yield "| figure | median | spread | target | | beside |"
+    yield "|---|--:|---|---|---|---|"
     for name, figure in ran["figures"].items():
         yield _row(name, figure, section.targets.get(name))
     yield ""
     draw = getattr(module, "draw", None)
+    matplotlib.rcParams["svg.hashsalt"] = section.name  # the same figures give the same file
     for picture in draw(ran["figures"]) if draw else ():
         picture.figure.savefig(folder / f"{picture.name}.svg", bbox_inches="tight", metadata={"Date": None})
         yield f"![{picture.caption}]({folder.name}/{picture.name}.svg)\n"
@@ -66,15 +69,33 @@ def _section(section: Section, report: Report, folder: Path) -> Iterator[str]:
 def _row(name: str, figure: Mapping[str, Any], target: Target | None) -> str:
     key = target.key if target else next((known for known in ("ratio", "kl") if known in figure), "ratio")
     if key not in figure:
-        return f"| `{name}` | {figure.get('skipped', '')} | | | |"
+        return f"| `{name}` | {figure.get('skipped', '')} | | | | |"
     spread = figure.get("spread") if key == "ratio" else figure.get(f"{key}_spread")
-    if "kl" in figure:
+    if key == "kl":
         spread = [figure["kl"] - figure["error"], figure["kl"] + figure["error"]]
     shown = f"{_number(spread[0])} to {_number(spread[1])}" if spread else ""
     goal = f"{target.direction} {target.value:,g}" if target else ""
     verdict = ("met" if target.met(figure) else "**missed**") if target else ""
-    unit = "" if key == "ratio" else f" {key.rpartition('_')[2]}"
-    return f"| `{name}` | {_number(figure[key])}{unit} | {shown} | {goal} | {verdict} |"
+    unit = "" if key in ("ratio", "kl") else f" {key.rpartition('_')[2]}"
+    return f"| `{name}` | {_number(figure[key])}{unit} | {shown} | {goal} | {verdict} | {_beside(figure)} |"
+
+
+def _beside(figure: Mapping[str, Any]) -> str:
+    """What else a figure says in a word or two."""
+    said = {
+        "ms": "{:.1f} ms",
+        "of_limit": "{:.1f} x the limit",
+        "bits": "{:.2f} bits",
+        "bytes_left": "{:.3f} of the bytes",
+        "documents": "{} documents",
+        "method": "{}",
+        "ours": "{}",
+        "theirs": "against {}",
+    }
+    found = [form.format(figure[key]) for key, form in said.items() if isinstance(figure.get(key), int | float | str)]
+    if "keys" in figure:
+        found.append(f"{figure['keys_found']} of {figure['keys']} keys found")
+    return ", ".join(found)
 
 
 def _number(value: float) -> str:
