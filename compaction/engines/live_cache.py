@@ -29,7 +29,7 @@ from compaction.kv.rope import RotaryPlan
 from compaction.kv.slot_map import SlotMap
 from compaction.kv.splice import Encoder, Spliced, Splicer
 
-__all__ = ["LiveCache", "common_prefix"]
+__all__ = ["LiveCache", "common_prefix", "ran_out"]
 
 # Layers whose crop is understood. Any other (recurrent, compressed) makes the cache one that only grows.
 _FULL_LAYERS = {"ArenaLayer", "QuantizedLayer", "DynamicLayer", "DynamicIndexedLayer"}
@@ -393,8 +393,15 @@ class _Parked:
 def _out_of_memory(tokens: int) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as exc:
+    except RuntimeError as exc:
+        if not ran_out(exc):
+            raise
         raise EngineError(f"out of memory at {tokens:,} tokens: lower the budget") from exc
+
+
+def ran_out(exc: BaseException) -> bool:
+    """Whether memory did not suffice: on the CPU torch has no error of its own for that."""
+    return isinstance(exc, torch.OutOfMemoryError) or (isinstance(exc, RuntimeError) and "allocate memory" in str(exc))
 
 
 def _hides_memory(tensor: torch.Tensor) -> bool:

@@ -17,10 +17,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from compaction.engines.forward import Forward
-from compaction.engines.live_cache import LiveCache
+from compaction.engines.live_cache import LiveCache, ran_out
 from compaction.errors import CacheRefused, CannotSplice, EngineError, PoolFull
 from compaction.kv.measure import logical_bytes
 from compaction.kv.residency.fingerprint import Identity, ids_digest
@@ -86,11 +84,10 @@ class PooledCache(LiveCache):
         try:
             self._cache.reserve(max(tokens, *packed_slots(parcel)))
             restored = unpack_cache(parcel, self.layers, self._forward.model.device)
-        except torch.OutOfMemoryError as exc:
+        except BaseException as exc:
             self.clear()
-            raise EngineError("out of memory while a parked cache is restored: lower the pool") from exc
-        except BaseException:
-            self.clear()
+            if ran_out(exc):
+                raise EngineError("out of memory while a parked cache is restored: lower the pool") from exc
             raise
         self.slot_map, self.dirty_from = restored.slot_map, restored.extra["dirty_from"]
 

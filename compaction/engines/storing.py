@@ -16,7 +16,7 @@ import torch
 
 from compaction.budget import KVStorage
 from compaction.engines.forward import Forward
-from compaction.engines.live_cache import LiveCache
+from compaction.engines.live_cache import LiveCache, ran_out
 from compaction.errors import EngineError
 from compaction.kv.arena import ArenaLayer
 from compaction.kv.quantization.layer import BLOCK, CALIBRATION, QuantizedLayer
@@ -117,7 +117,7 @@ class Storing:
                     side[:] = [a + b for a, b in zip(side, found, strict=True)]
         except BaseException as exc:
             live.keep_as(price, setting, plan)
-            if isinstance(exc, torch.OutOfMemoryError):
+            if ran_out(exc):
                 raise EngineError(
                     f"out of memory while a cache is stored as {price.name}: it is prefilled again"
                 ) from exc

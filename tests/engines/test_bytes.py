@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from compaction.engines import TransformersEngine
+from compaction.engines.forward import Forward
+from compaction.engines.live_cache import LiveCache
+from compaction.errors import EngineError
 from compaction.kv.measure import logical_bytes, storage_bytes
 from tests.fixtures_models import CROPPABLE, SLIDING, STATEFUL, tiny_engine
 
@@ -129,3 +132,14 @@ def test_smollm2_costs_45_kib_a_token_in_float32(smollm2: TransformersEngine) ->
 
     assert smollm2.kv_bytes_per_token == 45 * 1024
     assert smollm2.kv_bytes("c") == len(smollm2.cached_ids("c")) * 45 * 1024
+
+
+def test_memory_that_is_not_there_is_one_clear_line(tiny: TransformersEngine) -> None:
+    """Also on the CPU, where torch raises no error of its own; what stood in the cache stays."""
+    live = LiveCache(Forward(tiny.model), 10**13)
+    live.feed([5, 6, 7])
+
+    with pytest.raises(EngineError, match="out of memory at 10,000,000,000,000 tokens: lower the budget"):
+        live.start_turn(10**13)
+
+    assert live.ids == [5, 6, 7] and live.layers[0].held == 3
