@@ -73,7 +73,13 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     """Start `compaction …` and leave it running."""
     command = [sys.executable, "-m", "compaction", *map(str, arguments)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment())
+    options: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "env": environment()}
+    return subprocess.Popen(command, preexec_fn=_interruptible, **options)
+
+
+def _interruptible() -> None:
+    """Let Ctrl-C work, also where a shell started the tests in its background and so told them to ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(db: Path, enough: Callable[[Mapping[str, int]], bool], process: subprocess.Popen[str]) -> None:
