@@ -95,6 +95,7 @@ class Storing:
         Codes are made once: from one storage to another, or back, what is held is dropped; with `drop` in any case.
         Raises EngineError where memory does not suffice; the cache is empty then, and kept so.
         """
+        name = Setting.parse(name).name if name else ""
         if live.storage == name:
             return None
         price, before = self.cost(name) if name else None, live.bytes

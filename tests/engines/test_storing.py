@@ -146,6 +146,15 @@ def test_from_one_storage_to_another_it_is_prefilled_again(tiny: TransformersEng
         tiny.forget_reply("c")
 
 
+def test_one_storage_under_two_spellings_is_one(tiny: TransformersEngine) -> None:
+    """Nothing is dropped for an upper-case letter or an option that is the default."""
+    turn(tiny, long(30))
+    tiny.quantize("c", "k8v4")
+    ids = tiny.cached_ids("c")
+
+    assert tiny.quantize("c", "K8V4:window=64") is None and tiny.cached_ids("c") == ids
+
+
 def test_a_conversation_that_is_not_there_yet_begins_so(tiny: TransformersEngine) -> None:
     """After a resume the storage is told before the first prefill; "" of nobody is nothing to do."""
     assert tiny.quantize("c", "") is None
